@@ -1,0 +1,1 @@
+"""Qwen hybrid language models as pure functions over parameters and explicit state."""
