@@ -1,0 +1,44 @@
+"""The strict mode of the test run, and how tests that need an accelerator are chosen."""
+
+import random
+
+import jax
+import numpy as np
+import pytest
+from jaxtyping import install_import_hook
+
+# Shapes and dtypes named in annotations are checked in the test run only. The rest of `serve`
+# takes what users give and answers bad input with its own messages, so it is left alone.
+CHECKED_PACKAGES = ["pallas_kernels", "qwen_hybrid", "spec", "serve.runner", "serve.sampling"]
+_hook = install_import_hook(CHECKED_PACKAGES, "tests.typecheck.checker")
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_addoption(parser: pytest.Parser):
+    """Add `--device`."""
+    parser.addoption("--device", action="store_true", help="run the tests that need an accelerator")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    """Skip tests marked `device` unless they were asked for."""
+    if config.getoption("--device"):
+        return
+    skip = pytest.mark.skip(reason="needs an accelerator: pass --device")
+    for item in items:
+        if "device" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    """Start every test from the same global random state."""
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Return a generator with a fixed seed."""
+    return np.random.default_rng(0)
