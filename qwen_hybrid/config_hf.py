@@ -182,7 +182,7 @@ def layer_kinds(hf: HfConfig) -> tuple[LayerKind, ...]:
     return kinds
 
 
-def _layer_kind(name: str, index: int, family: str) -> LayerKind:
+def _layer_kind(name: Any, index: int, family: str) -> LayerKind:
     if name == LayerKind.GDN.value:
         return LayerKind.GDN
     spellings = QSA_SPELLINGS if family == "qwen4_exp" else (LayerKind.ATTENTION.value,)

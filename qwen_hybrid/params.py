@@ -325,3 +325,10 @@ def num_params(specs: ParamTree) -> int:
 def num_bytes(specs: ParamTree, dtype: str) -> int:
     """Return the bytes of a tree of declarations in a model of this activation dtype."""
     return sum(spec.num_bytes(dtype) for _, spec in leaves(specs))
+
+
+def set_leaf(tree: ParamTree, path: tuple[str, ...], value: Any) -> None:
+    """Put a leaf into a tree under construction, making the dicts on the way."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
