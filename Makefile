@@ -13,7 +13,8 @@ INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
 
-PROMPT ?= def quicksort(xs):
+# Exported, so that a prompt may hold any character that the shell minds.
+export PROMPT ?= def quicksort(xs):
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -40,10 +41,11 @@ setup: $(DEV) hooks  ## the whole development environment
 
 hooks: $(DEV)
 	@if git rev-parse --git-dir >/dev/null 2>&1; then \
-	    install -m 755 tools/pre-commit "$$(git rev-parse --git-path hooks)/pre-commit"; fi
+	    hook="$$(git rev-parse --git-path hooks)/pre-commit"; \
+	    [ -e "$$hook" ] || install -m 755 -D tools/pre-commit "$$hook"; fi
 
 demo: $(RUN)  ## generate text from the model that ships with the repository
-	$(PY) -m serve generate --model demo --prompt '$(PROMPT)'
+	JAX_PLATFORMS=cpu $(PY) -m serve generate --model demo --echo --temperature 0 --prompt "$$PROMPT"
 
 test: $(DEV)  ## the default suite, on the CPU
 	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)

@@ -1,0 +1,42 @@
+"""Where a model's files are: a directory, or one of the two models that ship with the package."""
+
+import pathlib
+from importlib import resources
+
+PACKAGED_MODELS = ("demo", "demo-dense")
+
+
+def resolve_model_path(model_path: str | pathlib.Path) -> pathlib.Path:
+    """Return the directory that `model_path` means.
+
+    Args:
+        model_path: `demo` or `demo-dense`, which always mean the packaged models (write `./demo`
+            for a folder of that name), or a directory. No other name is looked up anywhere, and
+            nothing is downloaded.
+
+    Raises:
+        FileNotFoundError: there is no such directory, or it holds no `config.json`.
+        NotADirectoryError: it is a file.
+    """
+    if str(model_path) in PACKAGED_MODELS:
+        directory = _packaged(str(model_path))
+    else:
+        directory = pathlib.Path(model_path).expanduser()
+        if directory.is_file():
+            raise NotADirectoryError(f"{directory} is a file; a model is a directory")
+        if not directory.is_dir():
+            raise FileNotFoundError(
+                f"no model directory {str(model_path)!r}; the only bare names are "
+                f"{' and '.join(PACKAGED_MODELS)}, and nothing is downloaded"
+            )
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"no config.json in {directory}")
+    return directory
+
+
+def _packaged(name: str) -> pathlib.Path:
+    """Return where the package keeps one of its models."""
+    directory = pathlib.Path(str(resources.files("qwen_hybrid"))) / "demos" / name
+    if not directory.is_dir():
+        raise FileNotFoundError(f"the package came without its model {name!r}: install it again")
+    return directory
