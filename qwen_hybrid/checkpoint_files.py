@@ -6,11 +6,12 @@ array. Nothing is memory-mapped, so a loader's resident memory stays that of its
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -195,7 +196,7 @@ class TensorReader:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, io.BufferedReader] = {}
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -230,13 +231,13 @@ class TensorReader:
         try:
             file = self._open(entry.path)
             file.seek(start)
-            count = file.readinto(memoryview(into)) if into.size else 0
+            count = file.readinto(into.data) if into.size else 0
         except OSError as error:
             raise CheckpointError(f"cannot read {entry}: {error}") from error
         if count != into.size:
             raise CheckpointError(f"{entry.path} ends inside {entry.name}: the file is truncated")
 
-    def _open(self, path: Path) -> BinaryIO:
+    def _open(self, path: Path) -> io.BufferedReader:
         if path not in self._files:
             self._files[path] = self._stack.enter_context(path.open("rb"))
         return self._files[path]

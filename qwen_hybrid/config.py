@@ -146,7 +146,9 @@ class HybridConfig:
             layer_kinds=config_hf.layer_kinds(hf),
             intermediate_size=hf.count("intermediate_size") if hf.family == "qwen3_5" else 0,
             rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(hf.agreed("tie_word_embeddings", False)),
+            tie_word_embeddings=config_hf.as_flag(
+                "tie_word_embeddings", hf.agreed("tie_word_embeddings", False)
+            ),
             max_position_embeddings=hf.count("max_position_embeddings", 32768),
             eos_token_ids=config_hf.eos_token_ids(hf),
             dtype=config_hf.dtype_name(hf),

@@ -59,6 +59,8 @@ class HfConfig:
     def parse(cls, config: Mapping[str, Any]) -> "HfConfig":
         """Return the config with annotations (keys that start with "_") removed."""
         config = _without_annotations(config)
+        drafts = [name for name in config.get("architectures") or [] if "Draft" in name]
+        check(not drafts, "a draft model is not a text model", architectures=drafts)
         family = _family(config)
         if "text_config" not in config:
             return cls(family, config, {})
@@ -106,6 +108,12 @@ class HfConfig:
             top_level=given[1:],
         )
         return given[0] if given else default
+
+
+def as_flag(key: str, value: Any) -> bool:
+    """Return the value if it is true or false, or raise an error that names the key."""
+    check(isinstance(value, bool), f"config key {key} must be true or false", **{key: value})
+    return value
 
 
 def as_number(key: str, value: Any) -> float:
@@ -263,7 +271,7 @@ def moe_config(hf: HfConfig) -> MoeConfig | None:
         top_k=hf.count("num_experts_per_tok"),
         intermediate_size=hf.count("moe_intermediate_size"),
         shared_intermediate_size=hf.count("shared_expert_intermediate_size"),
-        renormalize=bool(hf.get("norm_topk_prob", True)),
+        renormalize=as_flag("norm_topk_prob", hf.get("norm_topk_prob", True)),
     )
 
 

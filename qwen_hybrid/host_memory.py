@@ -22,8 +22,9 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def available_bytes(device: jax.Device) -> int | None:
-    """Return the bytes that are free for weights on a device; None where that is unknown."""
+def available_bytes() -> int | None:
+    """Return the bytes free for weights on the default device; None where that is unknown."""
+    device = jax.local_devices()[0]
     if device.platform != "cpu":
         stats = device.memory_stats()
         return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
@@ -32,13 +33,10 @@ def available_bytes(device: jax.Device) -> int | None:
 
 
 def check_fits(needed: int, purpose: str) -> None:
-    """Raise a MemoryError with both numbers unless the default device has the bytes free."""
-    device = jax.local_devices()[0]
-    available = available_bytes(device)
+    """Raise a MemoryError with both numbers unless the bytes are free on the default device."""
+    available = available_bytes()
     if available is not None and needed > available:
-        raise MemoryError(
-            f"{purpose} needs {needed:,} bytes; {available:,} bytes are available on {device}"
-        )
+        raise MemoryError(f"{purpose} needs {needed:,} bytes; {available:,} bytes are available")
 
 
 def _meminfo_available() -> int | None:

@@ -67,7 +67,7 @@ class QuantizationRecord:
         check("quant_method" in config, "quantization_config needs quant_method", keys=[*config])
         blocks = tuple(config.get("weight_block_size") or ())
         return cls(
-            method=config["quant_method"],
+            method=str(config["quant_method"]),
             algorithm=_algorithm(config, has_blocks=len(blocks) > 0),
             group_size=_group_size(config),
             weight_block_size=blocks,
@@ -91,7 +91,7 @@ def check_algorithm(algorithm: str) -> None:
 
 
 def _canonical(algorithm: Any) -> str:
-    return ALGORITHM_ALIASES.get(algorithm, algorithm)
+    return ALGORITHM_ALIASES.get(str(algorithm), str(algorithm))
 
 
 def _algorithm(config: Mapping[str, Any], *, has_blocks: bool) -> str:
@@ -100,7 +100,7 @@ def _algorithm(config: Mapping[str, Any], *, has_blocks: bool) -> str:
         return "FP8_BLOCK_SCALES" if has_blocks else "FP8"
     if config["quant_method"] == "compressed-tensors":
         check("format" in config, "quantization_config needs format", keys=[*config])
-        return config["format"]
+        return str(config["format"])
     check("quant_algo" in config, "quantization_config needs quant_algo", keys=[*config])
     return _canonical(config["quant_algo"])
 
