@@ -1,0 +1,4 @@
+"""Dense product."""
+
+from pallas_kernels.dense.api import dense as dense
+from pallas_kernels.dense.api import linear as linear

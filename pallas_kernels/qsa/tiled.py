@@ -1,0 +1,175 @@
+"""QSA in its canonical order.
+
+Groups are ranked by (score, lower index first); a row's chosen tokens are packed in ascending
+order, the unfinished group last, and attention runs over spans of that packed list. There is one
+path, also when every group is kept.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.online import HIGHEST, empty_partial, finish, merge, span_partial
+from pallas_kernels.attention.tiled import SPAN
+from pallas_kernels.rows import (
+    TILE_ROWS,
+    Rows,
+    Segment,
+    map_row_tiles,
+    previous_rows,
+    put_rows,
+    segment_at,
+)
+from pallas_kernels.struct import struct
+
+
+@struct
+class Selection:
+    """Tokens each row attends to.
+
+    Attributes:
+      position: ascending positions, valid up to `count`; then arbitrary but in range.
+      count: how many.
+    """
+
+    position: Int[Array, "R S"]
+    count: Int[Array, " R"]
+
+
+def pool_raw_keys(
+    raw: Float[Array, "R D"],
+    ring: Float[Array, "B N D"],
+    rows: Rows,
+    row: Int[Array, " M"],
+    *,
+    ratio: int,
+) -> Float[Array, "M D"]:
+    """Float32 mean of the `ratio` raw keys that end at each row, added oldest first.
+
+    Meaningful only where the row completes a group: (position + 1) % ratio == 0.
+    """
+    total = jnp.zeros((row.shape[0], raw.shape[1]), jnp.float32)
+    for offset in reversed(range(ratio)):
+        total = total + previous_rows(raw, ring, rows, row, offset).astype(jnp.float32)
+    return total / ratio
+
+
+def _group_scores(
+    query: Array, pages: Array, rows: Rows, seg: Segment, groups_per_block: int
+) -> Float[Array, "16 G"]:
+    """Scores of all groups of the slot's table; those not complete yet are arbitrary."""
+    head_dim = query.shape[-1]
+    table = rows.block_table[seg.slot]
+    out = jnp.zeros((TILE_ROWS, table.shape[0] * groups_per_block), jnp.float32)
+
+    def block(i: Array, out: Array) -> Array:
+        key = pages[table[i]].astype(jnp.float32)
+        score = jnp.einsum("tnd,gd->tng", query, key, precision=HIGHEST)
+        total = jnp.sum(jnp.maximum(score, 0.0), axis=1) / head_dim**0.5
+        return lax.dynamic_update_slice(out, total, (0, i * groups_per_block))
+
+    end = jnp.minimum(seg.tile * TILE_ROWS + TILE_ROWS, rows.start[seg.slot] + rows.count[seg.slot])
+    return lax.fori_loop(0, (end + rows.block_size - 1) // rows.block_size, block, out)
+
+
+def _pack(
+    scores: Float[Array, "16 G"], position: Int[Array, " 16"], *, ratio: int, budget: int
+) -> Selection:
+    """The packed token list of each row."""
+    num_groups = scores.shape[1]
+    complete = (position + 1) // ratio
+    group = jnp.arange(num_groups, dtype=jnp.int32)
+    candidate = group[None, :] < complete[:, None]
+    # +0.0 turns -0.0 into +0.0, so that equal scores tie by index.
+    ranked = jnp.where(candidate, scores + 0.0, -jnp.inf)
+    kept = min(budget // ratio, num_groups)
+    _, chosen = lax.top_k(ranked, kept)
+    num_chosen = jnp.minimum(complete, kept)
+    valid = jnp.arange(kept)[None, :] < num_chosen[:, None]
+    chosen = jnp.sort(jnp.where(valid, chosen, num_groups).astype(jnp.int32), axis=1)
+    place = jnp.arange(kept * ratio + ratio - 1, dtype=jnp.int32)
+    from_group = chosen[:, jnp.minimum(place // ratio, kept - 1)] * ratio + (place % ratio)[None, :]
+    packed = (num_chosen * ratio)[:, None]
+    tail = (complete * ratio)[:, None] + place[None, :] - packed
+    token = jnp.where(place[None, :] < packed, from_group, tail)
+    count = num_chosen * ratio + (position + 1) - complete * ratio
+    return Selection(jnp.clip(token, 0, position[:, None]), count)
+
+
+def select_tokens(
+    query: Float[Array, "R N D"],
+    pooled_pages: Float[Array, "P groups D"],
+    rows: Rows,
+    *,
+    ratio: int,
+    budget: int,
+) -> Selection:
+    """Choose the tokens of each new row.
+
+    Args:
+      query: index queries, normed and rotated.
+      pooled_pages: pooled index keys by block, the groups completed by this call included.
+
+    Numerics: score = sum over heads of relu(q . k) / sqrt(D), float32.
+    """
+    groups_per_block = pooled_pages.shape[1]
+    num_groups = rows.block_table.shape[1] * groups_per_block
+    width = min(budget // ratio, num_groups) * ratio + ratio - 1
+
+    def segment(index: Array, out: Selection) -> Selection:
+        seg = segment_at(rows, index)
+        q = query[seg.row].astype(jnp.float32)
+        scores = _group_scores(q, pooled_pages, rows, seg, groups_per_block)
+        chosen = _pack(scores, seg.position, ratio=ratio, budget=budget)
+        return Selection(
+            put_rows(out.position, seg, chosen.position), put_rows(out.count, seg, chosen.count)
+        )
+
+    size = query.shape[0]
+    start = Selection(jnp.zeros((size, width), jnp.int32), jnp.zeros(size, jnp.int32))
+    return lax.fori_loop(0, rows.num_segments, segment, start)
+
+
+def sparse_attention(
+    query: Float[Array, "R N H"],
+    key_pages: Float[Array, "P block K H"],
+    value_pages: Float[Array, "P block K H"],
+    selection: Selection,
+    rows: Rows,
+    *,
+    scale: float,
+) -> Float[Array, "R N H"]:
+    """Attend from each new row to its chosen tokens.
+
+    Numerics: float32; spans of the packed list merged in ascending order.
+    """
+    heads, head_dim = query.shape[1:]
+    kv_heads, block = key_pages.shape[2], rows.block_size
+    shape = (TILE_ROWS, kv_heads, heads // kv_heads, head_dim)
+    width = selection.position.shape[1]
+    span = min(SPAN, -(-width // TILE_ROWS) * TILE_ROWS)
+    padding = -width % span
+
+    def tile(query: Array, position: Array, count: Array, slot: Array) -> Array:
+        q = query.astype(jnp.float32).reshape(shape)
+        position = jnp.pad(position, ((0, 0), (0, padding)))
+        partial = empty_partial(shape)
+        for at in range(0, width + padding, span):
+            token = position[:, at : at + span]
+            mask = at + jnp.arange(span)[None, :] < count[:, None]
+            page = rows.block_table[slot[:, None], token // block]
+
+            def read(pages: Array, page: Array = page, token: Array = token, mask: Array = mask):
+                cut = pages[page, token % block].astype(jnp.float32)
+                return jnp.where(mask[:, :, None, None], cut, 0.0)
+
+            value = read(value_pages)
+            scores = jnp.einsum("tkgh,tskh->tkgs", q, read(key_pages), precision=HIGHEST) * scale
+
+            def weigh(w: Array, value: Array = value) -> Array:
+                return jnp.einsum("tkgs,tskh->tkgh", w, value, precision=HIGHEST)
+
+            partial = merge(partial, span_partial(scores, mask, weigh))
+        return finish(partial).reshape(TILE_ROWS, heads, head_dim)
+
+    return map_row_tiles(tile, rows, query, selection.position, selection.count, rows.slot)

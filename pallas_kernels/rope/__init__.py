@@ -1,0 +1,3 @@
+"""Rotary position embedding."""
+
+from pallas_kernels.rope.api import rope as rope

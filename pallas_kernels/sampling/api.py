@@ -1,0 +1,91 @@
+"""Gumbel-max sampling: the token is a function of (logits, parameters, seed, position)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels.struct import struct
+
+GREEDY_BELOW = 1e-6
+
+
+@struct
+class Sampling:
+    """Parameters of each row.
+
+    Attributes:
+      temperature: below 1e-6 is greedy.
+      top_k: 0 keeps all.
+      top_p: 1 keeps all.
+      min_p: 0 keeps all.
+      seed: two words of a 64-bit seed.
+    """
+
+    temperature: Float[Array, " M"]
+    top_k: Int[Array, " M"]
+    top_p: Float[Array, " M"]
+    min_p: Float[Array, " M"]
+    seed: UInt32[Array, "M 2"]
+
+
+def _filter(scaled: Float[Array, "M V"], s: Sampling) -> Float[Array, "M V"]:
+    """Apply top-k, then top-p, then min-p by rank in one descending order.
+
+    Equal logits rank by lower id. top-p keeps the shortest prefix whose probability, among what
+    top-k kept, reaches p.
+    """
+    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    rank = jnp.arange(scaled.shape[1])[None, :]
+    top_k = jnp.where(s.top_k <= 0, scaled.shape[1], s.top_k)[:, None]
+    keep = rank < top_k
+    mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(mass, axis=-1) - mass
+    keep = keep & ((before < s.top_p[:, None]) | (s.top_p[:, None] >= 1.0))
+    keep = keep & (mass >= s.min_p[:, None] * mass[:, :1])
+    keep = keep | (rank == 0)
+    allowed = jnp.zeros(scaled.shape, bool)
+    row = jnp.arange(scaled.shape[0])[:, None]
+    allowed = allowed.at[row, order].set(keep)
+    return jnp.where(allowed, scaled, -jnp.inf)
+
+
+def filtered_logits(logits: Float[Array, "M V"], s: Sampling) -> Float[Array, "M V"]:
+    """Logits over temperature, filtered tokens at -inf; rows without filters are not sorted."""
+    greedy = s.temperature < GREEDY_BELOW
+    scaled = logits / jnp.where(greedy, 1.0, s.temperature)[:, None]
+    filters = ~greedy & ((s.top_k > 0) | (s.top_p < 1.0) | (s.min_p > 0.0))
+    filtered = lax.cond(jnp.any(filters), lambda x: _filter(x, s), lambda x: x, scaled)
+    return jnp.where(filters[:, None], filtered, scaled)
+
+
+def _noise(seed: UInt32[Array, "M 2"], position: Int[Array, " M"], size: int) -> Array:
+    def row(words: Array, at: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), at)
+        return jax.random.gumbel(key, (size,), jnp.float32)
+
+    return jax.vmap(row)(seed, position)
+
+
+def choose(
+    logits: Float[Array, "M V"], s: Sampling, position: Int[Array, " M"]
+) -> Int[Array, " M"]:
+    """The token that row samples at `position`: argmax of filtered logits plus Gumbel noise.
+
+    Greedy rows take the plain argmax. Ties go to the lower id.
+    """
+    greedy = s.temperature < GREEDY_BELOW
+
+    def sample(scores: Array) -> Array:
+        return filtered_logits(scores, s) + _noise(s.seed, position, scores.shape[1])
+
+    noisy = lax.cond(jnp.all(greedy), lambda scores: scores, sample, logits)
+    return jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=-1).astype(jnp.int32)
+
+
+def log_probability(logits: Float[Array, "M V"], token: Int[Array, " M"]) -> Float[Array, " M"]:
+    """log softmax of the raw logits at one token of each row, float32."""
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1))
+    return jnp.take_along_axis(logits - peak, token[:, None], axis=-1)[:, 0] - total
