@@ -23,6 +23,9 @@ MUST_NOT_IMPORT = {"cache": {"jax", "jaxlib", "flax"}}
 MAY_READ_ENVIRONMENT = ("serve/cli/", "serve/__main__.py")
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 
+# Modules below a package's front door that others may name: vocabulary, not behaviour.
+SHARED = {"pallas_kernels.rows", "pallas_kernels.struct"}
+
 # Needed by an optional extra only: importing our packages must not import them.
 LAZY = {"grpc", "torch", "transformers", "optax", "matplotlib", "triton", "jax_triton"}
 
@@ -77,6 +80,7 @@ def past_the_front_door(source: Source) -> list[str]:
         for found in imports(source)
         if found.top in MAY_IMPORT
         and found.top != source.package
+        and found.names[0] not in SHARED
         and ROOT.joinpath(*found.names[0].split(".")).with_suffix(".py").is_file()
     ]
 

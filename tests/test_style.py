@@ -13,6 +13,9 @@ MAX_KERNEL_LINES = 150
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
 
+# Methods that a framework calls, by its own contract.
+HOOKS = {"setup"}
+
 # Written in pieces, so that this file does not contain what it looks for.
 FORBIDDEN_TEXT = {
     "a machine's path": re.compile(
@@ -62,7 +65,7 @@ def _public(parent: ast.Module | ast.ClassDef) -> Iterator[Definition]:
     for node in parent.body:
         if isinstance(node, Definition) and not node.name.startswith("_"):
             # A protocol's members are explained in its own docstring.
-            if not _is_stub(node):
+            if not _is_stub(node) and node.name not in HOOKS:
                 yield node
             if isinstance(node, ast.ClassDef):
                 yield from _public(node)

@@ -114,10 +114,10 @@ def test_min_new_tokens_stays_below_max_new_tokens():
 
 
 def test_numpy_scalars_become_python_numbers():
-    params = SamplingParams(top_k=np.int32(3), top_p=np.float32(0.5))  # pyright: ignore
+    params = SamplingParams(top_k=np.int32(3), top_p=np.float32(0.5))
     assert (type(params.top_k), type(params.top_p)) == (int, float)
     with pytest.raises(ValueError):
-        SamplingParams(top_k=np.bool_(True))  # pyright: ignore
+        SamplingParams(top_k=np.bool_(True))
 
 
 @pytest.mark.parametrize("value", [-(2**63), -1, 0, 2**63 - 1])
@@ -169,7 +169,7 @@ def test_only_known_forms_are_taken():
     assert as_sampling_params(params) is params
     assert as_sampling_params(None) == SamplingParams()
     with pytest.raises(TypeError, match="must be SamplingParams, a dict or None, got list"):
-        as_sampling_params([("top_k", 3)])  # pyright: ignore
+        as_sampling_params([("top_k", 3)])
 
 
 def test_stop_strings():
