@@ -15,6 +15,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+# The models are so small that a second thread only waits, and waits long on a busy machine.
+torch.set_num_threads(1)
+
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "vectors" / "configs"
 CONFIG_NAMES = (
     "q35_dense",
@@ -142,7 +145,9 @@ def save_checkpoint(config: dict, directory: Path, *, dtype: torch.dtype) -> Pat
     mtp = {}
     if config.get("num_mtp_layers"):
         mtp = sample_weights(_mtp_shapes(model), seed=1)
-    model.to(dtype).save_pretrained(directory)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(directory)
     if mtp:
         file = directory / "model.safetensors"
         tensors = load_file(file) | {name: tensor.to(dtype) for name, tensor in mtp.items()}

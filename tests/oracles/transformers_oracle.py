@@ -13,12 +13,15 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen4ExpTextConfig,
+)
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import MtpModel
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4
-
-NUM_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ def _recorded(
     masks: dict[int, list[np.ndarray]] = {}
     streams: list[np.ndarray] = []
 
-    def keep_mask(module: nn.Module, _: tuple, output: torch.Tensor) -> None:
-        masks.setdefault(int(module.layer_idx), []).append(output[0, 0].numpy())
+    def keep_mask(module: qwen4.Qwen4ExpTextQSAIndexer, _: tuple, output: torch.Tensor) -> None:
+        masks.setdefault(module.layer_idx, []).append(output[0, 0].numpy())
 
     def keep_streams(_: nn.Module, args: tuple) -> None:
         streams.append(_to_numpy(args[0][0]))
@@ -79,7 +82,6 @@ class TransformersOracle:
     """One model, loaded from a directory as transformers loads it."""
 
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
-        torch.set_num_threads(NUM_THREADS)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype)
         ).eval()
@@ -97,7 +99,7 @@ class TransformersOracle:
         if sum(pieces) != len(ids):
             raise ValueError(f"chunks {pieces} must add up to {len(ids)} tokens")
         cache = None if chunks is None else DynamicCache(config=self.model.config)
-        base, head = self.model.get_decoder(), self.model.get_output_embeddings()
+        base, head = self.model.get_decoder(), self.model.lm_head
         hidden, logits, start = [], [], 0
         with _recorded(self.model) as (masks, streams):
             for length in pieces:
@@ -141,7 +143,7 @@ class TransformersOracle:
 
 @torch.no_grad()
 def composed_qwen4_layer(
-    config: qwen4.Qwen4ExpTextConfig,
+    config: PreTrainedConfig,
     weights: dict[str, torch.Tensor],
     streams: Float[np.ndarray, "T nD"],
 ) -> tuple[Float[np.ndarray, "T D"], Float[np.ndarray, "T nD"]]:
@@ -162,7 +164,7 @@ def composed_qwen4_layer(
         "layer_types": ["indexed_attention"],
         "ple_layer_ids": [],
     }
-    model = qwen4.Qwen4ExpTextModel(qwen4.Qwen4ExpTextConfig(**keys)).eval()
+    model = qwen4.Qwen4ExpTextModel(Qwen4ExpTextConfig(**keys)).eval()
     model.load_state_dict(weights)
     fed = torch.tensor(streams, dtype=torch.float32)[None]
     model.layers[0].register_forward_pre_hook(lambda _, args: (fed, *args[1:]))

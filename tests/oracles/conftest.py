@@ -1,0 +1,3 @@
+"""Fixtures of the oracle tests."""
+
+from tests.oracles.fixtures import checkpoints as checkpoints
