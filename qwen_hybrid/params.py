@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from qwen_hybrid.config import HybridConfig, LayerKind
 from qwen_hybrid.layer_config import check
 
@@ -315,6 +318,15 @@ def leaves(tree: ParamTree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
             yield from leaves(value, (*path, key))
         else:
             yield (*path, key), value
+
+
+def abstract_params(specs: ParamTree, dtype: str) -> ParamTree:
+    """Return the tree of shapes and dtypes that declarations have in a model of this dtype."""
+    tree: ParamTree = {}
+    for path, spec in leaves(specs):
+        resolved = jnp.dtype(spec.resolved_dtype(dtype))
+        set_leaf(tree, path, jax.ShapeDtypeStruct(spec.shape, resolved))
+    return tree
 
 
 def num_params(specs: ParamTree) -> int:

@@ -1,5 +1,6 @@
 """A progress bar for a terminal; silent anywhere else."""
 
+import io
 import sys
 import time
 from typing import TextIO
@@ -25,7 +26,7 @@ class ProgressBar:
         total: int,
         *,
         is_shown: bool | None = None,
-        stream: TextIO | None = None,
+        stream: TextIO | io.TextIOBase | None = None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._is_shown = self._stream.isatty() if is_shown is None else is_shown

@@ -47,11 +47,7 @@ class QuantizationRecord:
     kv_cache_algorithm: str | None = None
 
     def __post_init__(self) -> None:
-        check(
-            self.method in METHODS,
-            f"quantization_config.quant_method must be one of {', '.join(METHODS)}",
-            quant_method=self.method,
-        )
+        check_method(self.method)
         if self.method != "compressed-tensors":
             check_algorithm(self.algorithm)
         for _, algorithm in self.quantized_layers:
@@ -65,6 +61,7 @@ class QuantizationRecord:
             ValueError: unknown method or algorithm, or a missing key; the message names it.
         """
         check("quant_method" in config, "quantization_config needs quant_method", keys=[*config])
+        check_method(str(config["quant_method"]))
         blocks = tuple(config.get("weight_block_size") or ())
         return cls(
             method=str(config["quant_method"]),
@@ -79,6 +76,15 @@ class QuantizationRecord:
             ),
             kv_cache_algorithm=_kv_cache_algorithm(config),
         )
+
+
+def check_method(method: str) -> None:
+    """Raise a ValueError unless the method is known."""
+    check(
+        method in METHODS,
+        f"quantization_config.quant_method must be one of {', '.join(METHODS)}",
+        quant_method=method,
+    )
 
 
 def check_algorithm(algorithm: str) -> None:
