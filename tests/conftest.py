@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from jaxtyping import install_import_hook
 
+from tests import typecheck
+
 # Shapes and dtypes named in annotations are checked in the test run only. The rest of `serve`
 # takes what users give and answers bad input with its own messages, so it is left alone.
 CHECKED_PACKAGES = ["pallas_kernels", "qwen_hybrid", "spec", "serve.runner", "serve.sampling"]
-_hook = install_import_hook(CHECKED_PACKAGES, "tests.typecheck.checker")
+_hook = install_import_hook(CHECKED_PACKAGES, f"{typecheck.__name__}.checker")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
