@@ -10,6 +10,9 @@ from qwen_hybrid.layers import Weights
 from qwen_hybrid.model import HybridModel
 from qwen_hybrid.state import Call, ModelState, StateConfig
 
+# Casts happen where the code says so: keeping a wider value would make bits depend on fusion.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+
 
 @struct
 class Reads:

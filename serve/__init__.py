@@ -1,1 +1,4 @@
-"""Requests in, tokens out: the engine, its parameters, its tokenizer and its command line."""
+"""Requests in, tokens out."""
+
+from serve.engine import Engine as Engine
+from serve.sampling_params import SamplingParams as SamplingParams

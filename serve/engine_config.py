@@ -1,0 +1,107 @@
+"""Capacities of an engine."""
+
+import dataclasses
+import math
+
+from pallas_kernels.gated_delta_net import StateDtype
+from pallas_kernels.rows import TILE_ROWS
+from qwen_hybrid.config import HybridConfig
+from qwen_hybrid.state import StateConfig, inventory, state_spec
+
+
+def _tiles(rows: int) -> int:
+    return -(-rows // TILE_ROWS) * TILE_ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine may use; `resolve` turns it into shapes.
+
+    Attributes:
+      max_running_requests: sequences that run side by side.
+      context_length: longest prompt plus completion, or None for the smaller of the model's and
+        4096.
+      chunked_prefill_size: prompt tokens of one step at most.
+      block_size: tokens of a block.
+      memory_bytes: budget of the decode state, or None for as much as all sequences at full
+        length can use, at most 1 GiB.
+      dtype: activation dtype: auto (the checkpoint's), float32 or bfloat16.
+      state_dtype: storage of sealed states.
+    """
+
+    max_running_requests: int = 8
+    context_length: int | None = None
+    chunked_prefill_size: int = 256
+    block_size: int = 64
+    memory_bytes: int | None = None
+    dtype: str = "auto"
+    state_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "chunked_prefill_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("context_length", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+        known = [d.value for d in StateDtype]
+        if self.state_dtype not in known:
+            raise ValueError(f"state_dtype must be one of {known}, got {self.state_dtype!r}")
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the widest step."""
+        return _tiles(self.max_running_requests + self.chunked_prefill_size)
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Row counts that programs are compiled for, ascending."""
+        return tuple(sorted({_tiles(self.max_running_requests), self.max_rows}))
+
+
+DEFAULT_CONTEXT = 4096
+DEFAULT_MEMORY_BYTES = 1 << 30
+
+
+def resolve(config: EngineConfig, model: HybridConfig, dtype: str) -> StateConfig:
+    """Size the pools from the byte budget.
+
+    Every array of the state is counted, as its declared inventory lists it.
+
+    Raises:
+      ValueError: the context is longer than the model's, or the budget does not hold one sequence
+        at full length; the message has needed and available bytes.
+    """
+    longest = model.max_position_embeddings
+    context = config.context_length or min(longest, DEFAULT_CONTEXT)
+    if context > longest:
+        raise ValueError(
+            f"context_length must be at most the model's {longest} positions, got {context}"
+        )
+    per_slot = -(-context // config.block_size)
+    slots = config.max_running_requests
+    smallest = StateConfig(
+        num_slots=slots,
+        num_blocks=per_slot,
+        num_state_slots=1 + slots + max(1, -(-slots // 8)),
+        blocks_per_slot=per_slot,
+        block_size=config.block_size,
+        dtype=dtype,
+        state_dtype=StateDtype(config.state_dtype),
+    )
+    entries = inventory(state_spec(model, smallest))
+    fixed = sum(e.num_bytes for e in entries if e.per != "block")
+    block = sum(e.num_bytes for e in entries if e.per == "block") // per_slot
+    budget = config.memory_bytes or max(
+        fixed + block * per_slot, min(DEFAULT_MEMORY_BYTES, fixed + block * per_slot * slots)
+    )
+    available = math.inf if block == 0 else (budget - fixed) // block
+    if available < per_slot:
+        raise ValueError(
+            f"memory_bytes {budget} is too small: {slots} sequences need {fixed} bytes and one of "
+            f"{context} tokens {block * per_slot} more"
+        )
+    return dataclasses.replace(smallest, num_blocks=int(min(available, per_slot * slots)))
