@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from serve.cli.environment import compilation_cache_dir
 from serve.engine import Engine
@@ -12,6 +12,8 @@ from serve.sampling_params import SamplingParams, as_sampling_params
 
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
+
+Result = Mapping[str, Any]
 
 # Command-line names of the sampling parameters, and how their text is read.
 SAMPLING_FLAGS: Mapping[str, Any] = {
@@ -110,19 +112,16 @@ def run(args: argparse.Namespace):
 
 def _parts(
     engine: Engine, prompt: str, params: SamplingParams, *, stream: bool
-) -> Iterator[Mapping[str, Any]]:
+) -> Iterator[Result]:
     """Yield results whose text grows, or the one whole result."""
-    if stream:
-        yield from engine.generate(prompt, params, stream=True)
-    else:
-        yield engine.generate(prompt, params)
+    answer = engine.generate(prompt, params, stream=stream)
+    # One prompt gets one result, or an iterator over it.
+    yield from cast(Iterator[Result], answer) if stream else (cast(Result, answer),)
 
 
-def _print_parts(
-    parts: Iterator[Mapping[str, Any]], out: TextIO
-) -> tuple[Mapping[str, Any], float]:
+def _print_parts(parts: Iterator[Result], out: TextIO) -> tuple[Result, float]:
     """Print what each part adds; return the last part and when the first text came."""
-    part: Mapping[str, Any] = {}
+    part: Result = {}
     num_printed = 0
     first_text_s = time.monotonic()
     for part in parts:
