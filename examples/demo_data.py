@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from examples import demo_corpus, demo_tokenizer
 
-# Share of the documents of each kind, and how many chats to make at most.
+# Chats repeat what the functions say; this many of them teach the form.
 MAX_CHATS = 4_000
 HELDOUT_NAME = "heldout.txt"
 
@@ -47,8 +47,9 @@ class Dataset:
         self.tokenizer.save(str(directory / "tokenizer.json"))
         (directory / HELDOUT_NAME).write_text(self.heldout_text)
         (directory / "provenance.json").write_text(json.dumps(self.provenance, indent=2) + "\n")
-        arrays = {"tokens": self.tokens, "starts": self.starts, "heldout": self.heldout}
-        np.savez_compressed(directory / "tokens.npz", **arrays)
+        np.savez_compressed(
+            directory / "tokens.npz", tokens=self.tokens, starts=self.starts, heldout=self.heldout
+        )
 
     @classmethod
     def load(cls, directory: Path) -> "Dataset":
@@ -125,7 +126,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
 def main() -> None:
     """Build the dataset and write it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--corpus", type=Path, help="folder of Python files to use instead")
     arguments = parser.parse_args()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,6 @@ def mtp_loss(
     """
     frozen = {name: jax.lax.stop_gradient(value) for name, value in params.items()}
     frozen["mtp"] = params["mtp"]
-    model = HybridModel(config)
     hidden = target.hidden if config.hyper_connection is None else target.residual
     hidden = jax.lax.stop_gradient(hidden)
     labels = jax.lax.stop_gradient(target.logits)
@@ -131,14 +130,25 @@ def mtp_loss(
     padded = jnp.pad(ids, ((0, 0), (0, len(MTP_STEP_WEIGHTS))))
     total, traces = jnp.zeros(()), []
     for step, weight in enumerate(MTP_STEP_WEIGHTS, 1):
-        logits, hidden, trace = model.apply(
-            {"params": frozen}, padded[:, step : step + num_rows], hidden, method="mtp_sequence"
-        )
+        next_ids = padded[:, step : step + num_rows]
+        logits, hidden, trace = mtp_sequence(config, frozen, next_ids, hidden)
         loss = agreement_loss(logits[:, : num_rows - step], labels[:, step:])
         total = total + weight * loss
         # Router and indexer are trained on true hidden rows alone.
         traces = traces or [trace]
     return total, traces
+
+
+def mtp_sequence(
+    config: HybridConfig,
+    params: Params,
+    next_ids: Int[Array, "B T"],
+    hidden: Float[Array, "B T _"],
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T _"], BlockTrace]:
+    """Return logits, rows for the next self-fed step, and the trace of the MTP head's layer."""
+    out = HybridModel(config).apply({"params": params}, next_ids, hidden, method="mtp_sequence")
+    logits, recurrent, trace = cast(tuple[Array, Array, BlockTrace], out)
+    return logits, recurrent, trace
 
 
 def agreement_loss(logits: Float[Array, "*T V"], target: Float[Array, "*T V"]) -> Float[Array, ""]:
@@ -183,7 +193,7 @@ def heldout_sums(
     out = model.apply({"params": params}, ids[:, :-1], method="sequence")
     assert isinstance(out, SequenceOutput)
     hidden = out.hidden if config.hyper_connection is None else out.residual
-    logits, _, _ = model.apply({"params": params}, ids[:, 1:], hidden, method="mtp_sequence")
+    logits, _, _ = mtp_sequence(config, params, ids[:, 1:], hidden)
     same = jnp.argmax(logits[:, :-1], axis=-1) == jnp.argmax(out.logits[:, 1:], axis=-1)
     num_tokens = ids.shape[0] * (ids.shape[1] - 1)
     return token_loss(out.logits, ids[:, 1:]) * num_tokens, jnp.sum(same)

@@ -218,7 +218,8 @@ class Trainer:
         stop = time.monotonic() + 60.0 * arguments.stop_after
         self.train(FIRST_PHASE, until=SECOND_PHASE_AT, stop=stop)
         self.train(SECOND_PHASE, until=1.0, stop=stop)
-        self.report({}, 0.0)
+        if not self.progress.log or self.progress.log[-1]["step"] != self.progress.step:
+            self.report({}, 0.0)
         self.save()
         if self.progress.share(arguments) >= 1.0:
             save_hf(arguments.out, self.hf_config, self.params, dtype="bfloat16")
