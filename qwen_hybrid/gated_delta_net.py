@@ -62,9 +62,10 @@ def mix_rows(
 
     def convolve(row: Array, projection_tile: GdnProjection):
         mixed = conv_rows(projection.qkv, state.conv, weights["conv1d"], rows, row)
-        return *_split(mixed, dtype, config), *_gates(weights, projection_tile)
+        return _split(mixed, dtype, config), _gates(weights, projection_tile)
 
-    out, log = log_step(*map_row_tiles(convolve, rows, index, projection), state.log, rows)
+    (q, k, v), (gate, beta) = map_row_tiles(convolve, rows, index, projection)
+    out, log = log_step(q, k, v, gate, beta, state.log, rows)
     return out, GdnState(write_ring(state.conv, projection.qkv, rows), log)
 
 
@@ -77,8 +78,9 @@ def mix_sequence(
     mixed = causal_conv(projection.qkv.astype(jnp.float32), weights["conv1d"], tail=tail)
     q, k, v = _split(mixed, dtype, config)
     state = jnp.zeros((gdn.num_value_heads, gdn.key_dim, gdn.value_dim), jnp.float32)
-    wide = (x.astype(jnp.float32) for x in (q, k, v))
-    out, _ = gated_delta_rule(*wide, *_gates(weights, projection), state=state)
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    gate, beta = _gates(weights, projection)
+    out, _ = gated_delta_rule(q, k, v, gate, beta, state=state)
     return out
 
 

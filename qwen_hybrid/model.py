@@ -53,6 +53,7 @@ class DecoderLayer(nn.Module):
         """Apply the layer to the packed rows of a call."""
         ring = state.ple
         if self.ple_rank is not None:
+            assert ring is not None and id_ring is not None
             at = ple.table_rows(ids, id_ring, rows, self.ple_rank, self.config)
             x, ring = ple.add_rows(self.weights["ple"], x, at, ring, rows, self.config)
         kind = self.config.layer_kinds[self.index]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention.reference import attention_probabilities
+from pallas_kernels.attention import attention_probabilities
 from pallas_kernels.dense import linear
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qsa import (

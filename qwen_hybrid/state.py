@@ -7,6 +7,7 @@ rows is not counting them.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,10 +146,10 @@ class ModelState:
     ids: Int[Array, "B N"] | None
 
 
-def _mixer_spec(config: HybridConfig, sc: StateConfig, kind: LayerKind):
+def _mixer_spec(config: HybridConfig, sc: StateConfig, kind: LayerKind) -> Any:
     act = jnp.dtype(sc.dtype)
 
-    def array(*shape: int, dtype=act) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype=act) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     if kind is LayerKind.GDN:
@@ -189,10 +190,10 @@ def state_spec(config: HybridConfig, sc: StateConfig) -> ModelState:
     Raises:
       ValueError: a block cannot hold whole groups of the indexer.
     """
-    ple, ids = config.ple, None
-    layers = []
+    ple, layers = config.ple, []
+    ids: Any = None
     for index, kind in enumerate(config.layer_kinds):
-        ring = None
+        ring: Any = None
         if ple is not None and index in ple.layers:
             assert config.hyper_connection is not None
             width = config.hyper_connection.count * config.hidden_size
@@ -205,8 +206,8 @@ def state_spec(config: HybridConfig, sc: StateConfig) -> ModelState:
     if config.num_mtp_layers:
         kind = LayerKind.QSA if config.hyper_connection else LayerKind.ATTENTION
         mtp = LayerState(_mixer_spec(config, sc, kind), None)
-    per_slot = jax.ShapeDtypeStruct((sc.num_slots,), jnp.int32)
-    table = jax.ShapeDtypeStruct((sc.num_slots, sc.blocks_per_slot), jnp.int32)
+    per_slot: Any = jax.ShapeDtypeStruct((sc.num_slots,), jnp.int32)
+    table: Any = jax.ShapeDtypeStruct((sc.num_slots, sc.blocks_per_slot), jnp.int32)
     sequences = Sequences(per_slot, per_slot, per_slot, per_slot, table)
     return ModelState(sequences, tuple(layers), mtp, ids)
 

@@ -136,7 +136,7 @@ class Engine:
         Raises:
           ValueError: bad input, before any device work; for a batch it names the index.
         """
-        requests, is_batch = self._requests(prompt, sampling_params, input_ids, rid)
+        requests, is_batch = self.requests(prompt, sampling_params, input_ids, rid)
         for request in requests:
             request.return_logprob = return_logprob
             request.return_state_digest = return_state_digest
@@ -156,7 +156,7 @@ class Engine:
           (log-probability, id, text) triples, None for the first token.
         """
         params = SamplingParams(max_new_tokens=0)
-        requests, is_batch = self._requests(None, params, input_ids, None)
+        requests, is_batch = self.requests(None, params, input_ids, None)
         for request in requests:
             request.score_prompt = True
         self._run(requests)
@@ -173,9 +173,16 @@ class Engine:
             "compile_total": self._runner.num_compiles,
         }
 
-    def _requests(
+    def requests(
         self, prompt: Any, sampling_params: Any, input_ids: Any, rid: Any
     ) -> tuple[list[Request], bool]:
+        """Check the arguments of `generate` and make its requests; nothing is queued yet.
+
+        Whoever drives the engine by hand adds them to `scheduler` and calls `step`.
+
+        Returns:
+          The requests, and whether a list was given.
+        """
         if not self._is_open:
             raise ValueError("the engine is shut down")
         prompts, is_batch = self._prompt_ids(prompt, input_ids)
@@ -243,7 +250,7 @@ class Engine:
             for request in requests:
                 self.scheduler.add(request)
             while not all(request.is_finished for request in requests):
-                self._step()
+                self.step()
         finally:
             self._abandon(requests)
 
@@ -264,7 +271,7 @@ class Engine:
             self.scheduler.add(request)
             while not request.is_finished:
                 before = len(request.output_ids)
-                self._step()
+                self.step()
                 if len(request.output_ids) > before:
                     ids = visible_ids(request)
                     text += _push(detokenizer, ids[shown:], request.is_finished)
@@ -273,8 +280,8 @@ class Engine:
         finally:
             self._abandon([request])
 
-    def _step(self) -> None:
-        """Run one step and hand out what it gave."""
+    def step(self) -> None:
+        """Run one step and hand out what it gave; finished requests are released."""
         work = self.scheduler.plan()
         if not work:
             raise RuntimeError("no request can advance although some are unfinished")

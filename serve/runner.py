@@ -114,8 +114,16 @@ class Runner:
         )
         return [_result(item, tokens[a:b], logprobs[a:b]) for item, a, b in spans]
 
-    def _call(self, rows, ids, count, reads, seal_only, requests) -> tuple[np.ndarray, np.ndarray]:
-        packed = np.zeros((3, rows), np.int32)
+    def _call(
+        self,
+        rows: int,
+        ids: np.ndarray,
+        count: Any,
+        reads: list[tuple[int, int]],
+        seal_only: Any,
+        requests: list[Request],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        packed: Any = np.zeros((3, rows), np.int32)
         packed[0, : len(ids)] = ids
         packed[2] = -1
         for i, (row, target) in enumerate(reads):
@@ -123,11 +131,12 @@ class Runner:
         for request in requests:
             self._sampling.set(request)
         state = dataclasses.replace(self._state, sequences=self._sequences(requests))
+        num_reads: Any = np.asarray(len(reads), np.int32)
         chosen, self._state = self._step(
             self._params,
             state,
             Call(packed[0], count, count, seal_only),
-            Reads(packed[1], packed[2], np.asarray(len(reads), np.int32)),
+            Reads(packed[1], packed[2], num_reads),
             self._sampling.arrays,
         )
         token, log_probability = jax.device_get((chosen.token, chosen.log_probability))
@@ -136,13 +145,13 @@ class Runner:
     def _sequences(self, requests: list[Request]) -> Sequences:
         """Where the slots of a call stand; the others compute nothing."""
         sc = self.state_config
-        numbers = np.zeros((4, sc.num_slots), np.int32)
+        numbers: Any = np.zeros((4, sc.num_slots), np.int32)
         numbers[3] = -1
-        table = np.zeros((sc.num_slots, sc.blocks_per_slot), np.int32)
+        table: Any = np.zeros((sc.num_slots, sc.blocks_per_slot), np.int32)
         for r in requests:
             numbers[:, r.slot] = (r.committed_len, r.sealed_len, r.sealed_slot, r.next_slot)
             table[r.slot, : len(r.blocks)] = r.blocks
-        return Sequences(*numbers, table)
+        return Sequences(numbers[0], numbers[1], numbers[2], numbers[3], table)
 
     def state_digests(self, request: Request, depth: int) -> dict[str, str]:
         """Digest of every part of a request's committed state at `depth` rows.
@@ -188,12 +197,15 @@ class _SamplingArrays:
     """Sampling parameters of every slot, as the step takes them."""
 
     def __init__(self, num_slots: int):
+        def of(value: float, dtype: Any, *shape: int) -> Any:
+            return np.full((num_slots, *shape), value, dtype)
+
         self.arrays = Sampling(
-            temperature=np.zeros(num_slots, np.float32),  # type: ignore[arg-type]
-            top_k=np.zeros(num_slots, np.int32),  # type: ignore[arg-type]
-            top_p=np.ones(num_slots, np.float32),  # type: ignore[arg-type]
-            min_p=np.zeros(num_slots, np.float32),  # type: ignore[arg-type]
-            seed=np.zeros((num_slots, 2), np.uint32),  # type: ignore[arg-type]
+            temperature=of(0, np.float32),
+            top_k=of(0, np.int32),
+            top_p=of(1, np.float32),
+            min_p=of(0, np.float32),
+            seed=of(0, np.uint32, 2),
         )
 
     def set(self, request: Request) -> None:

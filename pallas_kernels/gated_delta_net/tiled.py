@@ -274,16 +274,18 @@ def log_step(
             log.value.dtype,
         )
         at = seg.tile % ring_tiles * TILE_ROWS
-        put = [
-            _write_tile(a, t, seg.slot, at, seg.live)
-            for a, t in (
-                (log.key, new_key),
-                (log.key_scale, scale),
-                (log.value, u),
-                (log.gate, total),
-            )
-        ]
-        log = GdnLog(*put, sealed, log.state_dtype)
+
+        def put(array: Array, values: Array) -> Array:
+            return _write_tile(array, values, seg.slot, at, seg.live)
+
+        log = GdnLog(
+            key=put(log.key, new_key),
+            key_scale=put(log.key_scale, scale),
+            value=put(log.value, u),
+            gate=put(log.gate, total),
+            sealed=sealed,
+            state_dtype=log.state_dtype,
+        )
         return log, state, put_rows(out, seg, o)
 
     heads, dk, dv = value.shape[1], key.shape[2], value.shape[2]
