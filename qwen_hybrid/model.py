@@ -85,9 +85,9 @@ class SequenceOutput:
       traces: per layer, what auxiliary losses need, if asked for.
     """
 
-    logits: Float[Array, "B T V"]
-    hidden: Float[Array, "B T D"]
-    residual: Float[Array, "B T _"]
+    logits: Float[Array, "*B T V"]
+    hidden: Float[Array, "*B T D"]
+    residual: Float[Array, "*B T _"]
     traces: tuple[BlockTrace, ...]
 
 
