@@ -7,7 +7,6 @@ from qwen_hybrid.dspark_config import DSparkConfig as DSparkConfig
 from qwen_hybrid.model import HybridModel as HybridModel
 from qwen_hybrid.model import SequenceOutput as SequenceOutput
 from qwen_hybrid.numerics import Numerics as Numerics
-from qwen_hybrid.numerics import numerics as numerics
 from qwen_hybrid.state import Call as Call
 from qwen_hybrid.state import ModelState as ModelState
 from qwen_hybrid.state import Sequences as Sequences
@@ -20,7 +19,6 @@ from qwen_hybrid.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from qwen_hybrid.step import Chosen as Chosen
 from qwen_hybrid.step import Reads as Reads
 from qwen_hybrid.step import logits as logits
-from qwen_hybrid.step import step as step
 from qwen_hybrid.weights import Checkpoint as Checkpoint
 from qwen_hybrid.weights import CheckpointError as CheckpointError
 from qwen_hybrid.weights import dummy_params as dummy_params
