@@ -110,7 +110,7 @@ def indexer_loss(trace: QsaTrace) -> Float[Array, ""]:
     log_ratio = jnp.log(jnp.maximum(target, 1e-9)) - jax.nn.log_softmax(scores, axis=-1)
     divergence = jnp.sum(jnp.where(target > 0.0, target * log_ratio, 0.0), axis=-1)
     counted = jnp.any(complete, axis=-1)
-    return jnp.sum(jnp.where(counted, divergence, 0.0)) / jnp.sum(counted)
+    return jnp.sum(jnp.where(counted, divergence, 0.0)) / jnp.sum(counted, dtype=jnp.float32)
 
 
 def mtp_loss(

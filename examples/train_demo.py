@@ -55,7 +55,7 @@ class Progress:
 
     Attributes:
       step: Optimizer steps done.
-      seconds: Time spent on them, compilation included.
+      seconds: Time spent on them, without compilation and reports.
       log: One record per report.
     """
 
@@ -100,7 +100,7 @@ def make_step(config: HybridConfig, phase: Phase, optimizer: optax.GradientTrans
     def step(params, moments, ids, rate):
         loss = functools.partial(total_loss, config, phase)
         gradients, terms = jax.grad(loss, has_aux=True)(params, ids)
-        terms["gradient"] = optax.tree.norm(gradients)
+        terms["gradient"] = optax.global_norm(gradients)
         updates, moments = optimizer.update(gradients, moments, params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         return params, moments, terms
@@ -178,7 +178,8 @@ class Trainer:
         print(f"resumed at step {self.progress.step}", flush=True)
 
     def save(self) -> None:
-        """Write an Orbax checkpoint, if asked for."""
+        """Write what a cut run continues from: resume files, and an Orbax checkpoint if wanted."""
+        self.write_resume(self.arguments.out)
         if self.checkpoints is not None and self.progress.step != self.checkpoints.latest_step():
             trees = {"params": self.params, "moments": self.moments}
             args = ocp.args.Composite(
@@ -205,11 +206,6 @@ class Trainer:
         for part in range(RESUME_FILES):
             chosen = {name: tensors[name] for name in names[part::RESUME_FILES]}
             safetensors.numpy.save_file(chosen, directory / f"params-{part}.safetensors")
-        self.write_progress(directory)
-
-    def write_progress(self, directory: Path) -> None:
-        """Write training.json."""
-        directory.mkdir(parents=True, exist_ok=True)
         (directory / "training.json").write_text(json.dumps(asdict(self.progress)) + "\n")
 
     def run(self) -> None:
@@ -222,17 +218,15 @@ class Trainer:
             self.report({}, 0.0)
         self.save()
         if self.progress.share(arguments) >= 1.0:
+            # This also removes the resume files.
             save_hf(arguments.out, self.hf_config, self.params, dtype="bfloat16")
-            self.write_progress(arguments.out)
-        else:
-            self.write_resume(arguments.out)
 
     def train(self, phase: Phase, *, until: float, stop: float) -> None:
         """Take steps of one phase until that share of the budget, or until the time to stop."""
         arguments, progress = self.arguments, self.progress
         if progress.share(arguments) >= until:
             return
-        step_of = make_step(self.config, phase, self.optimizer)
+        step_of = self.compiled_step(phase)
         source = batches(
             self.dataset,
             batch=arguments.batch,
@@ -244,10 +238,12 @@ class Trainer:
             share = progress.share(arguments)
             rate = learning_rate(share, arguments.peak_rate, progress.step - first_step)
             ids = jnp.asarray(next(source))
-            self.params, self.moments, terms = step_of(self.params, self.moments, ids, rate)
+            self.params, self.moments, terms = step_of(
+                self.params, self.moments, ids, jnp.float32(rate)
+            )
             progress.step += 1
-            # Reading a loss waits for the device; every few steps is enough to keep the clock.
-            if progress.step % 10 == 0 or progress.step == first_step + 1:
+            # Waiting for the device every few steps is enough to keep the clock honest.
+            if progress.step % 10 == 0:
                 jax.block_until_ready(terms)
             now = time.monotonic()
             progress.seconds, mark = progress.seconds + now - mark, now
@@ -255,6 +251,16 @@ class Trainer:
                 self.report({name: float(value) for name, value in terms.items()}, rate)
                 self.save()
                 mark = time.monotonic()
+
+    def compiled_step(self, phase: Phase):
+        """Compile a phase's step ahead, so that the budget is spent on steps."""
+        start = time.monotonic()
+        ids = jax.ShapeDtypeStruct((self.arguments.batch, self.arguments.length + 1), jnp.int32)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        step = make_step(self.config, phase, self.optimizer)
+        compiled = step.lower(self.params, self.moments, ids, rate).compile()
+        print(f"compiled in {time.monotonic() - start:.0f} s: {phase}", flush=True)
+        return compiled
 
     def report(self, terms: dict[str, float], rate: float) -> None:
         """Evaluate on held-out text; print and log one record."""
@@ -285,7 +291,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="--out of a run that was cut short")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--peak-rate", type=float, default=3e-3)
+    parser.add_argument("--peak-rate", type=float, default=2.5e-3)
     parser.add_argument("--report-every", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
