@@ -322,9 +322,10 @@ class Run:
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
         slots = int(self.rng.integers(1, 6))
+        self.takes_all = bool(self.rng.integers(0, 2))
         self.capacities = Capacities(
             num_slots=slots,
-            num_blocks=int(self.rng.integers(6, 20)),
+            num_blocks=int(self.rng.integers(6, 40)),
             # The empty state, one for each sequence, one spare: seals wait for one another.
             num_state_slots=1 + slots + 1,
             block_size=BLOCK,
@@ -340,7 +341,7 @@ class Run:
         self.num_waits = 0
 
     def _chunk(self, remaining: int) -> int:
-        return int(self.rng.integers(1, remaining + 1))
+        return remaining if self.takes_all else int(self.rng.integers(1, remaining + 1))
 
     def arrive(self) -> None:
         """Queue a request that fits."""
@@ -348,8 +349,8 @@ class Run:
         most = self.capacities.num_blocks * BLOCK
         prompt_len = int(self.rng.integers(1, most + 1))
         if self.rng.random() < 0.7:
-            # Several come to a boundary together, so that seals wait.
-            prompt_len = 62
+            # Several come to their second boundary together, so that seals wait.
+            prompt_len = 126
         new = int(self.rng.integers(1, min(150, most - prompt_len + 1) + 1))
         tokens = self.rng.integers(0, 1 << 20, prompt_len + new).tolist()
         self.expected[name] = Expected(tokens, prompt_len)
@@ -430,11 +431,12 @@ class Run:
 
 def finish_run(driver: Run) -> None:
     """Random operations, then steps until all is done; check what every request got."""
-    for _ in range(120):
+    for _ in range(200):
         draw = driver.rng.random()
-        if draw < 0.12:
-            driver.arrive()
-        elif draw < 0.14:
+        if draw < 0.04:
+            for _ in range(int(driver.rng.integers(1, 9))):
+                driver.arrive()
+        elif draw < 0.06:
             driver.abort()
         else:
             driver.step()
