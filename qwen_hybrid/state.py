@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gated_delta_net import GdnLog, StateDtype
 from pallas_kernels.rows import TILE_ROWS, Rows, Seals, plan_rows
-from pallas_kernels.struct import struct
+from pallas_kernels.struct import build, struct
 from qwen_hybrid.config import HybridConfig, LayerKind
 
 EMPTY_STATE_SLOT = 0
@@ -156,7 +156,8 @@ def _mixer_spec(config: HybridConfig, sc: StateConfig, kind: LayerKind) -> Any:
         gdn, rows = config.gdn, (sc.num_slots, sc.log_rows)
         state = (gdn.num_value_heads, gdn.key_dim, gdn.value_dim)
         planes = (sc.num_state_slots, sc.state_dtype.planes)
-        log = GdnLog(
+        log = build(
+            GdnLog,
             key=array(*rows, gdn.num_key_heads, gdn.key_dim),
             key_scale=array(*rows, gdn.num_key_heads, dtype=jnp.float32),
             value=array(*rows, gdn.num_value_heads, gdn.value_dim),
@@ -165,11 +166,12 @@ def _mixer_spec(config: HybridConfig, sc: StateConfig, kind: LayerKind) -> Any:
             state_dtype=sc.state_dtype,
         )
         window = sc.ring_rows(gdn.conv_width - 1)
-        return GdnState(array(sc.num_slots, window, gdn.conv_channels), log)
+        return build(GdnState, conv=array(sc.num_slots, window, gdn.conv_channels), log=log)
     attention = config.attention
     page = array(sc.num_blocks, sc.block_size, attention.num_kv_heads, attention.head_dim)
+    kv = build(AttentionState, key_pages=page, value_pages=page)
     if kind is LayerKind.ATTENTION:
-        return AttentionState(page, page)
+        return kv
     qsa = config.qsa
     assert qsa is not None
     if sc.block_size % qsa.ratio:
@@ -177,8 +179,9 @@ def _mixer_spec(config: HybridConfig, sc: StateConfig, kind: LayerKind) -> Any:
             f"block_size must be a multiple of indexer_compress_ratio {qsa.ratio}, "
             f"got {sc.block_size}"
         )
-    return QsaState(
-        AttentionState(page, page),
+    return build(
+        QsaState,
+        attention=kv,
         pooled=array(sc.num_blocks, sc.block_size // qsa.ratio, qsa.head_dim),
         raw=array(sc.num_slots, sc.ring_rows(qsa.ratio - 1), qsa.head_dim),
     )
@@ -199,17 +202,18 @@ def state_spec(config: HybridConfig, sc: StateConfig) -> ModelState:
             width = config.hyper_connection.count * config.hidden_size
             shape = (sc.num_slots, sc.ring_rows(ple.conv_window), width)
             ring = jax.ShapeDtypeStruct(shape, jnp.dtype(sc.dtype))
-        layers.append(LayerState(_mixer_spec(config, sc, kind), ring))
+        layers.append(build(LayerState, mixer=_mixer_spec(config, sc, kind), ple=ring))
     if ple is not None:
         ids = jax.ShapeDtypeStruct((sc.num_slots, sc.ring_rows(ple.ngram_size - 1)), jnp.int32)
     mtp = None
     if config.num_mtp_layers:
         kind = LayerKind.QSA if config.hyper_connection else LayerKind.ATTENTION
-        mtp = LayerState(_mixer_spec(config, sc, kind), None)
+        mtp = build(LayerState, mixer=_mixer_spec(config, sc, kind), ple=None)
     per_slot: Any = jax.ShapeDtypeStruct((sc.num_slots,), jnp.int32)
     table: Any = jax.ShapeDtypeStruct((sc.num_slots, sc.blocks_per_slot), jnp.int32)
-    sequences = Sequences(per_slot, per_slot, per_slot, per_slot, table)
-    return ModelState(sequences, tuple(layers), mtp, ids)
+    numbers = ("committed_len", "sealed_len", "sealed_slot", "next_slot")
+    sequences = build(Sequences, **dict.fromkeys(numbers, per_slot), block_table=table)
+    return build(ModelState, sequences=sequences, layers=tuple(layers), mtp=mtp, ids=ids)
 
 
 def init_state(config: HybridConfig, sc: StateConfig) -> ModelState:

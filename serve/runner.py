@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.sampling import Sampling
+from pallas_kernels.struct import build
 from qwen_hybrid import digest
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.model import HybridModel
@@ -135,8 +136,8 @@ class Runner:
         chosen, self._state = self._step(
             self._params,
             state,
-            Call(packed[0], count, count, seal_only),
-            Reads(packed[1], packed[2], num_reads),
+            build(Call, ids=packed[0], count=count, certain=count, seal_only=seal_only),
+            build(Reads, row=packed[1], target=packed[2], count=num_reads),
             self._sampling.arrays,
         )
         token, log_probability = jax.device_get((chosen.token, chosen.log_probability))
@@ -151,7 +152,14 @@ class Runner:
         for r in requests:
             numbers[:, r.slot] = (r.committed_len, r.sealed_len, r.sealed_slot, r.next_slot)
             table[r.slot, : len(r.blocks)] = r.blocks
-        return Sequences(numbers[0], numbers[1], numbers[2], numbers[3], table)
+        return build(
+            Sequences,
+            committed_len=numbers[0],
+            sealed_len=numbers[1],
+            sealed_slot=numbers[2],
+            next_slot=numbers[3],
+            block_table=table,
+        )
 
     def state_digests(self, request: Request, depth: int) -> dict[str, str]:
         """Digest of every part of a request's committed state at `depth` rows.
@@ -200,7 +208,8 @@ class _SamplingArrays:
         def of(value: float, dtype: Any, *shape: int) -> Any:
             return np.full((num_slots, *shape), value, dtype)
 
-        self.arrays = Sampling(
+        self.arrays = build(
+            Sampling,
             temperature=of(0, np.float32),
             top_k=of(0, np.int32),
             top_p=of(1, np.float32),
