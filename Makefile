@@ -66,7 +66,8 @@ format: $(DEV)  ## apply ruff's formatting and safe fixes
 bench: $(DEV)  ## run the tests, then time (refuses on red)
 	$(PY) -m benchmarks.run
 
-laws: $(DEV)  ## the schedule laws in full, with a log of record
+laws: $(DEV)  ## the schedule laws in full, with a log of record, and the cases marked full
+	JAX_PLATFORMS=cpu $(PY) -m pytest -q --full -m full
 	JAX_PLATFORMS=cpu $(PY) -m benchmarks.laws
 
 clean:  ## remove caches and build outputs, keep .venv

@@ -19,18 +19,20 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_addoption(parser: pytest.Parser):
-    """Add `--device`."""
+    """Add `--device` and `--full`."""
     parser.addoption("--device", action="store_true", help="run the tests that need an accelerator")
+    parser.addoption("--full", action="store_true", help="run the cases that the cover leaves out")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """Skip tests marked `device` unless they were asked for."""
-    if config.getoption("--device"):
-        return
-    skip = pytest.mark.skip(reason="needs an accelerator: pass --device")
-    for item in items:
-        if "device" in item.keywords:
-            item.add_marker(skip)
+    """Skip tests marked `device` or `full` unless they were asked for."""
+    for mark, why in (("device", "needs an accelerator"), ("full", "not in the cover")):
+        if config.getoption(f"--{mark}"):
+            continue
+        skip = pytest.mark.skip(reason=f"{why}: pass --{mark}")
+        for item in items:
+            if mark in item.keywords:
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 import qwen_hybrid
 from tests.oracles.recipe import CONFIG_NAMES, Checkpoints, config_dict, sample_tokens
-from tests.tolerances import NUM_POOLED, BFloat16Parity, Float32Parity
+from tests.tolerances import BFloat16Parity, Float32Parity, num_pooled
 
 DEMO_DIR = Path(qwen_hybrid.__file__).parent / "demos"
 DEMO_NAMES = tuple(sorted(path.parent.name for path in DEMO_DIR.glob("*/config.json")))
@@ -31,13 +31,14 @@ def checkpoint(name: str, dtype: str, checkpoints: Checkpoints) -> Path:
 
 def sequences(name: str) -> Int[np.ndarray, "B T"]:
     """Return several sequences of ids: Python text for demo models, else random ids."""
+    count = num_pooled(name)
     if name in DEMO_NAMES:
         tokenizer = Tokenizer.from_file(str(DEMO_DIR / name / "tokenizer.json"))
         ids = tokenizer.encode(Path(ast.__file__).read_text(encoding="utf-8")).ids
-        return np.array(ids[: NUM_POOLED * NUM_TOKENS]).reshape(NUM_POOLED, NUM_TOKENS)
+        return np.array(ids[: count * NUM_TOKENS]).reshape(count, NUM_TOKENS)
     config = config_dict(name)
     rng = np.random.default_rng(1)
-    others = rng.integers(12, config["vocab_size"], (NUM_POOLED - 1, NUM_TOKENS))
+    others = rng.integers(12, config["vocab_size"], (count - 1, NUM_TOKENS))
     return np.concatenate([sample_tokens(config, NUM_TOKENS)[None], others])
 
 

@@ -62,7 +62,9 @@ def test_prefill(case: Case):
 
 
 def test_chunked_prefill(case: Case):
-    case.check(case.model.prefill(case.ids, CHUNKS), case.oracle.run(case.ids, CHUNKS))
+    # Fed in chunks, transformers strays further from float64 than in one piece (7e-4 with tied
+    # embeddings), and a chunked prefill is to give what a whole one gives.
+    case.check(case.model.prefill(case.ids, CHUNKS), case.whole)
 
 
 def test_cached_decode(case: Case):
