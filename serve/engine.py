@@ -3,8 +3,9 @@
 import dataclasses
 import logging
 import secrets
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.digest import combined
 from qwen_hybrid.numerics import Numerics, numerics
 from qwen_hybrid.weights import dummy_params, load_checkpoint
-from serve.engine_config import EngineConfig, resolve
+from serve.engine_config import EngineConfig, longest_text, resolve
 from serve.model_path import resolve_model_path
 from serve.request import Request
 from serve.results import meta_info, visible_ids
@@ -88,7 +89,7 @@ class Engine:
                 prefill_rows=self.engine_config.chunked_prefill_size,
             )
         )
-        self.context_length = state_config.blocks_per_slot * state_config.block_size
+        self.context_length = longest_text(self.engine_config, self.model_config)
         self._is_open = True
 
     def __enter__(self) -> "Engine":
@@ -165,6 +166,7 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         """Capacities, the numerics record and counters."""
+        self._require_open()
         return {
             "engine_config": dataclasses.asdict(self.engine_config),
             "numerics": dataclasses.asdict(self.numerics),
@@ -183,16 +185,16 @@ class Engine:
         Returns:
           The requests, and whether a list was given.
         """
-        if not self._is_open:
-            raise ValueError("the engine is shut down")
-        prompts, is_batch = self._prompt_ids(prompt, input_ids)
+        self._require_open()
+        prompts, is_batch = self._prompts(prompt, input_ids)
+        read = self._encode if input_ids is None else _as_ids
         params = _broadcast("sampling_params", sampling_params, len(prompts), is_batch)
         rids = _broadcast("rid", rid, len(prompts), is_batch)
         requests = []
-        for index, (ids, one, name) in enumerate(zip(prompts, params, rids, strict=True)):
+        for index, (item, one, name) in enumerate(zip(prompts, params, rids, strict=True)):
             try:
-                requests.append(self._request(ids, as_sampling_params(one), name))
-            except ValueError as error:
+                requests.append(self._request(read(item), as_sampling_params(one), name))
+            except (TypeError, ValueError) as error:
                 where = f"request {index}: " if is_batch else ""
                 raise ValueError(f"{where}{error}") from error
         names = [request.rid for request in requests]
@@ -200,18 +202,29 @@ class Engine:
             raise ValueError("request ids must differ within a batch")
         return requests, is_batch
 
-    def _prompt_ids(self, prompt: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("the engine is shut down")
+
+    def _prompts(self, prompt: Any, input_ids: Any) -> tuple[list[Any], bool]:
+        """The prompts, not looked into yet, and whether a list was given."""
         if (prompt is None) == (input_ids is None):
             raise ValueError("give exactly one of prompt and input_ids")
         if prompt is not None:
             if self.tokenizer is None:
                 raise ValueError("skip_tokenizer_init is set: give input_ids")
-            is_batch = not isinstance(prompt, str)
-            return [
-                self.tokenizer.encode(text) for text in (prompt if is_batch else [prompt])
-            ], is_batch
-        is_batch = len(input_ids) > 0 and not _is_int(input_ids[0])
-        return [list(ids) for ids in (input_ids if is_batch else [input_ids])], is_batch
+            if isinstance(prompt, str):
+                return [prompt], False
+            return _listed("prompt", prompt, "a string or a list of strings"), True
+        items = _listed("input_ids", input_ids, "a list of integers or of such lists")
+        is_batch = len(items) > 0 and not _is_int(items[0])
+        return items if is_batch else [items], is_batch
+
+    def _encode(self, text: Any) -> list[int]:
+        if not isinstance(text, str):
+            raise ValueError(f"prompt must be a string, got {text!r}")
+        assert self.tokenizer is not None
+        return self.tokenizer.encode(text)
 
     def _request(self, ids: list[int], params: SamplingParams, rid: str | None) -> Request:
         vocab = self.model_config.vocab_size
@@ -266,15 +279,18 @@ class Engine:
             if self.tokenizer
             else None
         )
-        text, shown = "", 0
+        text, shown, seen, is_done = "", 0, 0, False
         try:
             self.scheduler.add(request)
-            while not request.is_finished:
-                before = len(request.output_ids)
-                self.step()
-                if len(request.output_ids) > before:
+            while not is_done:
+                # The steps of another stream may have brought this one on, to its end even.
+                if not request.is_finished:
+                    self.step()
+                is_done = request.is_finished
+                if len(request.output_ids) > seen or is_done:
+                    seen = len(request.output_ids)
                     ids = visible_ids(request)
-                    text += _push(detokenizer, ids[shown:], request.is_finished)
+                    text += _push(detokenizer, ids[shown:], is_done)
                     shown = len(ids)
                     yield self._result(request, text)
         finally:
@@ -282,22 +298,29 @@ class Engine:
 
     def step(self) -> None:
         """Run one step and hand out what it gave; finished requests are released."""
+        self._require_open()
         work = self.scheduler.plan()
         if not work:
             raise RuntimeError("no request can advance although some are unfinished")
+        now = time.monotonic()
         for item in work:
-            item.request.started_s = item.request.started_s or item.request.arrived_s
-        for item, result in zip(
-            sorted(work, key=lambda item: item.request.slot), self._runner.run(work), strict=True
-        ):
-            self._advance(result, len(item.ids))
+            item.request.started_s = item.request.started_s or now
+        results = self._runner.run(work)
+        # Every state that a seal replaced goes back before a digest may need a slot for its own.
+        for item in work:
+            self._count_rows(item.request, len(item.ids))
+        for result in results:
+            self._advance(result)
 
-    def _advance(self, result: StepResult, num_rows: int) -> None:
-        request, size = result.request, self.scheduler.capacities.block_size
+    def _count_rows(self, request: Request, num_rows: int) -> None:
+        size = self.scheduler.capacities.block_size
         boundary = (request.committed_len + num_rows - 1) // size * size
         request.committed_len += num_rows
         if request.next_slot > 0 and boundary > request.sealed_len:
             self.scheduler.stored(request, boundary)
+
+    def _advance(self, result: StepResult) -> None:
+        request = result.request
         request.input_logprobs.extend(result.scored)
         if result.token is not None:
             request.take_token(result.token, result.log_probability or 0.0)
@@ -334,6 +357,16 @@ def _push(detokenizer: IncrementalDetokenizer | None, ids: list[int], is_last: b
         return ""
     text = detokenizer.push(ids)
     return text + detokenizer.flush() if is_last else text
+
+
+def _listed(name: str, value: Any, expected: str) -> list[Any]:
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    return list(value)
+
+
+def _as_ids(ids: Any) -> list[Any]:
+    return _listed("input_ids", ids, "a list of integers")
 
 
 def _is_int(value: Any) -> bool:

@@ -66,6 +66,21 @@ DEFAULT_CONTEXT = 4096
 DEFAULT_MEMORY_BYTES = 1 << 30
 
 
+def longest_text(config: EngineConfig, model: HybridConfig) -> int:
+    """Tokens of the longest prompt plus completion.
+
+    Raises:
+      ValueError: more than the model has positions.
+    """
+    longest = model.max_position_embeddings
+    context = config.context_length or min(longest, DEFAULT_CONTEXT)
+    if context > longest:
+        raise ValueError(
+            f"context_length must be at most the model's {longest} positions, got {context}"
+        )
+    return context
+
+
 def resolve(config: EngineConfig, model: HybridConfig, dtype: str) -> StateConfig:
     """Size the pools from the byte budget.
 
@@ -75,12 +90,7 @@ def resolve(config: EngineConfig, model: HybridConfig, dtype: str) -> StateConfi
       ValueError: the context is longer than the model's, or the budget does not hold one sequence
         at full length; the message has needed and available bytes.
     """
-    longest = model.max_position_embeddings
-    context = config.context_length or min(longest, DEFAULT_CONTEXT)
-    if context > longest:
-        raise ValueError(
-            f"context_length must be at most the model's {longest} positions, got {context}"
-        )
+    context = longest_text(config, model)
     per_slot = -(-context // config.block_size)
     slots = config.max_running_requests
     smallest = StateConfig(
