@@ -103,12 +103,14 @@ def tiled_output(
     return np.concatenate(outs)
 
 
-def measured_errors(num_tokens: int) -> dict[tuple[str, str], float]:
+def measured_errors(
+    num_tokens: int, forms: Sequence[tuple[StateDtype, str]] = FORMS
+) -> dict[tuple[str, str], float]:
     """Relative rms error of each form after `num_tokens`, a multiple of the chunk."""
     inputs = gdn_inputs(num_tokens)
     exact, _ = exact_output(inputs)
     errors = {}
-    for state_dtype, log_dtype in FORMS:
+    for state_dtype, log_dtype in forms:
         out = tiled_output(inputs, state_dtype, log_dtype)
         error = relative_rms_error(out, exact, num_tokens=num_tokens)
         errors[state_dtype.value, log_dtype] = error
