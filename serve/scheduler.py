@@ -175,6 +175,8 @@ class Scheduler:
         last_row = request.committed_len + count - 1
         if last_row // size * size <= request.sealed_len or self.reserve_seal(request):
             return count
-        # The seal waits: at most one block may be folded on the fly, and the log must hold it.
-        end = min(request.sealed_len + self.capacities.log_rows, request.committed_len + count)
+        # The seal waits: the log must hold all rows since the last one, and a later step can fold
+        # one block on the fly, so none may begin past the end of the second.
+        most = min(self.capacities.log_rows, 2 * size - 1)
+        end = min(request.sealed_len + most, request.committed_len + count)
         return max(0, end - request.committed_len)

@@ -214,6 +214,19 @@ def test_a_prompt_goes_as_far_as_the_log_while_its_seal_waits():
     assert rows(work) == {"a": 128 - LOG_ROWS} and work[0].is_last
 
 
+def test_a_waiting_seal_never_leaves_two_blocks_to_fold():
+    # A log of whole tiles holds two blocks of 16; a step that began at row 32 would fold both.
+    scheduler = Scheduler(dataclasses.replace(SMALL, block_size=16, log_rows=32))
+    taken = scheduler.state_slots.take(scheduler.state_slots.num_free)
+    scheduler.add(request("a", 40, 1))
+    work = scheduler.plan()
+    assert rows(work) == {"a": 31}
+    run(scheduler, work)
+    assert scheduler.plan() == []
+    scheduler.state_slots.give(taken)
+    assert rows(scheduler.plan()) == {"a": 9}
+
+
 def test_one_waiting_seal_does_not_hold_up_the_others():
     scheduler, requests, taken = without_spares(2)
     scheduler.state_slots.give(taken[:1])
