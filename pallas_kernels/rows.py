@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels.index import cut, div, paste, rem, take
 from pallas_kernels.struct import static, struct
 
 TILE_ROWS = 16
@@ -73,7 +74,7 @@ def num_segments_bound(num_rows: int, num_slots: int) -> int:
 
 def tiles_of(num_rows: Int[Array, ""]) -> Int[Array, ""]:
     """Tiles that hold `num_rows` packed rows."""
-    return (num_rows + (TILE_ROWS - 1)) // TILE_ROWS
+    return div(num_rows + (TILE_ROWS - 1), TILE_ROWS)
 
 
 def map_tiles(fn: Callable, num_rows: Int[Array, ""], *trees: Any) -> Any:
@@ -94,13 +95,9 @@ def map_tiles(fn: Callable, num_rows: Int[Array, ""], *trees: Any) -> Any:
     out = jax.tree.map(lambda s: jnp.zeros((size, *s.shape[1:]), s.dtype), out_spec)
 
     def body(i: Array, out: Any) -> Any:
-        def cut(a: Array) -> Array:
-            return lax.dynamic_slice_in_dim(a, i * TILE_ROWS, TILE_ROWS, 0)
-
-        def put(o: Array, y: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(o, y, i * TILE_ROWS, 0)
-
-        return jax.tree.map(put, out, fn(*jax.tree.map(cut, trees)))
+        start = (i * TILE_ROWS,)
+        tiles = jax.tree.map(lambda a: cut(a, start, (TILE_ROWS,)), trees)
+        return jax.tree.map(lambda o, y: paste(o, y, start), out, fn(*tiles))
 
     return lax.fori_loop(0, tiles_of(num_rows), body, out)
 
@@ -132,11 +129,11 @@ class Segment:
 
 def segment_at(rows: Rows, index: Int[Array, ""]) -> Segment:
     """The `index`-th segment of the call."""
-    slot, tile = rows.segment_slot[index], rows.segment_tile[index]
-    start, count = rows.start[slot], rows.count[slot]
+    slot, tile = take(rows.segment_slot, index), take(rows.segment_tile, index)
+    start, count = take(rows.start, slot), take(rows.count, slot)
     position = tile * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
     live = (position >= start) & (position < start + count)
-    row = jnp.clip(rows.row_start[slot] + position - start, 0, rows.slot.shape[0] - 1)
+    row = jnp.clip(take(rows.row_start, slot) + position - start, 0, rows.slot.shape[0] - 1)
     return Segment(slot, tile, position, row, live, position < start + count)
 
 
@@ -156,10 +153,10 @@ def previous_rows(x: Array, ring: Array, rows: Rows, row: Int[Array, " M"], offs
     Returns:
       `[M, ...]`; zeros before position 0.
     """
-    slot, position = rows.slot[row], rows.position[row] - offset
-    here = position >= rows.start[slot]
-    old = ring[slot, position % ring.shape[1]]
-    new = x[jnp.maximum(row - offset, 0)]
+    slot, position = take(rows.slot, row), take(rows.position, row) - offset
+    here = position >= take(rows.start, slot)
+    old = take(ring, slot, rem(jnp.maximum(position, 0), ring.shape[1]))
+    new = take(x, jnp.maximum(row - offset, 0))
     tail = (slice(None),) + (None,) * (x.ndim - 1)
     value = jnp.where(here[tail], new, old)
     return jnp.where((position >= 0)[tail], value, jnp.zeros((), x.dtype))
@@ -168,17 +165,18 @@ def previous_rows(x: Array, ring: Array, rows: Rows, row: Int[Array, " M"], offs
 def write_ring(ring: Array, x: Array, rows: Rows) -> Array:
     """Store the last rows of each slot in its ring."""
     size = ring.shape[1]
-    end = (rows.start + rows.count)[rows.slot]
+    end = take(rows.start + rows.count, rows.slot)
     keep = rows.live & (rows.position >= end - size)
     slot = jnp.where(keep, rows.slot, ring.shape[0])
-    return ring.at[slot, rows.position % size].set(x.astype(ring.dtype), mode="drop")
+    return ring.at[slot, rem(rows.position, size)].set(x.astype(ring.dtype), mode="drop")
 
 
 def write_pages(pages: Array, x: Array, rows: Rows) -> Array:
     """Store rows `[R, ...]` in pages `[P, block_size, ...]` through the block table."""
-    block = rows.block_table[rows.slot, rows.position // rows.block_size]
+    block = take(rows.block_table, rows.slot, div(rows.position, rows.block_size))
     block = jnp.where(rows.live, block, pages.shape[0])
-    return pages.at[block, rows.position % rows.block_size].set(x.astype(pages.dtype), mode="drop")
+    place = rem(rows.position, rows.block_size)
+    return pages.at[block, place].set(x.astype(pages.dtype), mode="drop")
 
 
 @struct

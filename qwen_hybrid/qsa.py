@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import attention_probabilities
 from pallas_kernels.dense import linear
+from pallas_kernels.index import div, rem, take
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qsa import (
     pool_raw_keys,
@@ -90,10 +91,10 @@ def _finish_pooled(
 
 def _write_pooled(pages: Array, pooled: Array, rows: Rows, ratio: int) -> Array:
     """Store the index key of each group that a new row completes."""
-    completes = rows.live & ((rows.position + 1) % ratio == 0)
-    block = rows.block_table[rows.slot, rows.position // rows.block_size]
+    completes = rows.live & (rem(rows.position + 1, ratio) == 0)
+    block = take(rows.block_table, rows.slot, div(rows.position, rows.block_size))
     block = jnp.where(completes, block, pages.shape[0])
-    group = rows.position % rows.block_size // ratio
+    group = div(rem(rows.position, rows.block_size), ratio)
     return pages.at[block, group].set(pooled.astype(pages.dtype), mode="drop")
 
 

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.index import take
 from pallas_kernels.rows import map_tiles
 from pallas_kernels.sampling import Sampling, choose, log_probability
 from pallas_kernels.struct import struct
@@ -64,10 +65,10 @@ def step(
     x, rows, state = bound(call, state, state_config)
 
     def choose_rows(row: Array, target: Array) -> Chosen:
-        logits = bound.head(bound.final(x[row]))
-        slot = rows.slot[row]
-        own = Sampling(*(getattr(sampling, f)[slot] for f in Sampling.__dataclass_fields__))
-        token = choose(logits, own, rows.position[row] + 1)
+        logits = bound.head(bound.final(take(x, row)))
+        slot = take(rows.slot, row)
+        own = Sampling(*(take(getattr(sampling, f), slot) for f in Sampling.__dataclass_fields__))
+        token = choose(logits, own, take(rows.position, row) + 1)
         return Chosen(token, log_probability(logits, jnp.where(target >= 0, target, token)))
 
     return map_tiles(choose_rows, reads.count, reads.row, reads.target), state

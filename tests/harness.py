@@ -59,7 +59,7 @@ class PagedModel:
         self.state = dataclasses.replace(
             self.state,
             sequences=Sequences(
-                zeros, zeros, zeros + EMPTY_STATE_SLOT, zeros - 1, jnp.asarray(table)
+                zeros, zeros + 0, zeros + EMPTY_STATE_SLOT, zeros - 1, jnp.asarray(table)
             ),
         )
 

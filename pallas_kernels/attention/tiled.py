@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.online import HIGHEST, empty_partial, finish, merge, span_partial
+from pallas_kernels.index import div, take
 from pallas_kernels.rows import TILE_ROWS, Rows, Segment, put_rows, segment_at
 
 SPAN = 256
@@ -14,8 +15,8 @@ def _span(pages: Array, rows: Rows, seg: Segment, span: Array) -> Array:
     """`SPAN` consecutive positions of a sequence, rows beyond the table repeat its last block."""
     blocks = SPAN // rows.block_size
     logical = jnp.minimum(span * blocks + jnp.arange(blocks), rows.block_table.shape[1] - 1)
-    cut = pages[rows.block_table[seg.slot, logical]]
-    return cut.reshape(SPAN, *cut.shape[2:]).astype(jnp.float32)
+    table = take(rows.block_table, seg.slot, logical)
+    return take(pages, table).reshape(SPAN, *pages.shape[2:]).astype(jnp.float32)
 
 
 def paged_attention(
@@ -39,8 +40,8 @@ def paged_attention(
 
     def segment(index: Array, out: Array) -> Array:
         seg = segment_at(rows, index)
-        q = query[seg.row].astype(jnp.float32).reshape(shape)
-        end = rows.start[seg.slot] + rows.count[seg.slot]
+        q = take(query, seg.row).astype(jnp.float32).reshape(shape)
+        end = take(rows.start, seg.slot) + take(rows.count, seg.slot)
 
         def span(s: Array, partial):
             position = s * SPAN + jnp.arange(SPAN)
@@ -56,7 +57,7 @@ def paged_attention(
             return merge(partial, span_partial(scores, mask, weigh))
 
         last = jnp.minimum(seg.tile * TILE_ROWS + TILE_ROWS, end)
-        spans = (last + SPAN - 1) // SPAN
+        spans = div(last + (SPAN - 1), SPAN)
         partial = lax.fori_loop(0, spans, span, empty_partial(shape))
         return put_rows(out, seg, finish(partial).reshape(TILE_ROWS, heads, head_dim))
 

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.gated_delta_net.state_dtype import StateDtype
+from pallas_kernels.index import cut, div, paste, rem, take
 from pallas_kernels.norm import inverse_length
 from pallas_kernels.rows import TILE_ROWS, Rows, Segment, put_rows, segment_at
 from pallas_kernels.struct import static, struct
@@ -63,10 +64,8 @@ def _pages(log: GdnLog, slot: Array, first_tile: Array, num_tiles: int) -> _Page
     def read(array: Array) -> Array:
         cuts = []
         for i in range(num_tiles):
-            at = (first_tile + i) % ring_tiles * TILE_ROWS
-            start = (slot, at) + (0,) * (array.ndim - 2)
-            cut = lax.dynamic_slice(array, start, (1, TILE_ROWS, *array.shape[2:]))
-            cuts.append(cut[0].astype(jnp.float32))
+            at = rem(first_tile + i, ring_tiles) * TILE_ROWS
+            cuts.append(cut(array, (slot, at), (1, TILE_ROWS))[0].astype(jnp.float32))
         return jnp.concatenate(cuts)
 
     return _Pages(read(log.key), read(log.key_scale), read(log.value), read(log.gate))
@@ -143,9 +142,9 @@ def _solve(
 
     def row(i: Array, u: Array) -> Array:
         before = (place < i)[:, None, None]
-        terms = jnp.where(before, pairs[i].T[:, :, None] * u, 0.0)
-        new = beta[i][:, None] * (rhs[i] - jnp.sum(terms, axis=0))
-        return u.at[i].set(new.astype(dtype).astype(jnp.float32))
+        terms = jnp.where(before, take(pairs, i).T[:, :, None] * u, 0.0)
+        new = take(beta, i)[:, None] * (take(rhs, i) - jnp.sum(terms, axis=0))
+        return paste(u, new.astype(dtype).astype(jnp.float32)[None], (i,))
 
     first = jnp.argmax(seg.live).astype(jnp.int32)
     count = jnp.sum(seg.live, dtype=jnp.int32)
@@ -171,7 +170,7 @@ def _tile_values(
     width = pages.key.shape[0]
     place = jnp.arange(TILE_ROWS)
     earlier = jnp.broadcast_to(
-        (jnp.arange(width) < seg.tile % (width // TILE_ROWS) * TILE_ROWS)[None, :],
+        (jnp.arange(width) < rem(seg.tile, width // TILE_ROWS) * TILE_ROWS)[None, :],
         (TILE_ROWS, width),
     )
     inside = (place[None, :] < place[:, None]) & seg.known[None, :]
@@ -204,26 +203,38 @@ def _tile_values(
     return u, out * (tile.key.shape[-1] ** -0.5)
 
 
-def _write_tile(array: Array, tile: Array, slot: Array, at: Array, live: Array) -> Array:
-    start = (slot, at) + (0,) * (array.ndim - 2)
-    old = lax.dynamic_slice(array, start, (1, TILE_ROWS, *array.shape[2:]))[0]
-    mask = live[(slice(None),) + (None,) * (array.ndim - 2)]
-    new = jnp.where(mask, tile.astype(array.dtype), old)
-    return lax.dynamic_update_slice(array, new[None], start)
+def _write_tile(log: GdnLog, tile: _Pages, sealed: Array, seg: Segment) -> GdnLog:
+    """The log with the live rows of a tile, and the pool as it now is."""
+    at = rem(seg.tile, log.key.shape[1] // TILE_ROWS) * TILE_ROWS
+
+    def put(array: Array, values: Array) -> Array:
+        old = cut(array, (seg.slot, at), (1, TILE_ROWS))[0]
+        live = seg.live[(slice(None),) + (None,) * (old.ndim - 1)]
+        new = jnp.where(live, values.astype(array.dtype), old)
+        return paste(array, new[None], (seg.slot, at))
+
+    return GdnLog(
+        key=put(log.key, tile.key),
+        key_scale=put(log.key_scale, tile.key_scale),
+        value=put(log.value, tile.value),
+        gate=put(log.gate, tile.gate),
+        sealed=sealed,
+        state_dtype=log.state_dtype,
+    )
 
 
 def _running_state(log: GdnLog, carried: Array, rows: Rows, index: Array, seg: Segment) -> Array:
     """State at the boundary below the tile: the slot's or the one carried, the block before it
     folded in where that is due; as it would be read back from the pool."""
-    loaded = log.state_dtype.decode(log.sealed[rows.sealed_slot[seg.slot]])
-    state = jnp.where(rows.segment_first[index], loaded, carried)
+    loaded = log.state_dtype.decode(take(log.sealed, take(rows.sealed_slot, seg.slot)))
+    state = jnp.where(take(rows.segment_first, index), loaded, carried)
     tiles = rows.block_size // TILE_ROWS
 
     def fold(state: Array) -> Array:
-        previous = _pages(log, seg.slot, (seg.tile // tiles - 1) * tiles, tiles)
+        previous = _pages(log, seg.slot, (div(seg.tile, tiles) - 1) * tiles, tiles)
         return log.state_dtype.decode(log.state_dtype.encode(_seal(state, previous)))
 
-    return lax.cond(rows.segment_fold[index], fold, lambda state: state, state)
+    return lax.cond(take(rows.segment_fold, index), fold, lambda state: state, state)
 
 
 def log_step(
@@ -246,47 +257,34 @@ def log_step(
       Outputs in float32, and the log with the new rows and the stored seals.
     """
     tiles = rows.block_size // TILE_ROWS
-    ring_tiles = log.key.shape[1] // TILE_ROWS
 
     def segment(index: Array, carry: tuple[GdnLog, Array, Array]):
         log, carried, out = carry
         seg = segment_at(rows, index)
         state = _running_state(log, carried, rows, index, seg)
-        sealed = log.sealed.at[rows.segment_store[index]].set(
+        sealed = log.sealed.at[take(rows.segment_store, index)].set(
             log.state_dtype.encode(state), mode="drop"
         )
-        pages = _pages(log, seg.slot, seg.tile // tiles * tiles, tiles)
+        pages = _pages(log, seg.slot, div(seg.tile, tiles) * tiles, tiles)
         old = _pages(log, seg.slot, seg.tile, 1)
         live = seg.live[:, None, None]
-        new_key = jnp.where(live, key[seg.row].astype(jnp.float32), old.key)
+        new_key = jnp.where(live, take(key, seg.row).astype(jnp.float32), old.key)
         scale = jnp.where(seg.live[:, None], inverse_length(new_key), old.key_scale)
-        place = seg.tile % tiles * TILE_ROWS
-        before = jnp.where(place > 0, pages.gate[jnp.maximum(place - 1, 0)], 0.0)
-        total = _running_gates(gate[seg.row], old.gate, before, seg)
-        tile = _Tile(query[seg.row].astype(jnp.float32), new_key, scale, total, old.value)
+        place = rem(seg.tile, tiles) * TILE_ROWS
+        before = jnp.where(place > 0, take(pages.gate, jnp.maximum(place - 1, 0)), 0.0)
+        total = _running_gates(take(gate, seg.row), old.gate, before, seg)
+        tile = _Tile(take(query, seg.row).astype(jnp.float32), new_key, scale, total, old.value)
         u, o = _tile_values(
             tile,
             pages,
             state,
-            value[seg.row].astype(jnp.float32),
-            beta[seg.row],
+            take(value, seg.row).astype(jnp.float32),
+            take(beta, seg.row),
             seg,
             log.value.dtype,
         )
-        at = seg.tile % ring_tiles * TILE_ROWS
-
-        def put(array: Array, values: Array) -> Array:
-            return _write_tile(array, values, seg.slot, at, seg.live)
-
-        log = GdnLog(
-            key=put(log.key, new_key),
-            key_scale=put(log.key_scale, scale),
-            value=put(log.value, u),
-            gate=put(log.gate, total),
-            sealed=sealed,
-            state_dtype=log.state_dtype,
-        )
-        return log, state, put_rows(out, seg, o)
+        written = _Pages(new_key, scale, u, total)
+        return _write_tile(log, written, sealed, seg), state, put_rows(out, seg, o)
 
     heads, dk, dv = value.shape[1], key.shape[2], value.shape[2]
     carry = (

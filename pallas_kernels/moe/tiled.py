@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dense import dense, linear
+from pallas_kernels.index import take
 
 
 def route(
@@ -44,9 +45,9 @@ def expert_mix(
         mine = expert == e
 
         def compute(by_rank: Array) -> Array:
-            hidden = linear(x, gate_up[e])
+            hidden = linear(x, take(gate_up, e))
             gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-            y = dense((jax.nn.silu(gate) * up).astype(x.dtype), down[e]).astype(x.dtype)
+            y = dense((jax.nn.silu(gate) * up).astype(x.dtype), take(down, e)).astype(x.dtype)
             return jnp.where(mine[:, :, None], y[:, None, :].astype(jnp.float32), by_rank)
 
         return lax.cond(jnp.any(mine), compute, lambda by_rank: by_rank, by_rank)

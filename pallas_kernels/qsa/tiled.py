@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.online import HIGHEST, empty_partial, finish, merge, span_partial
 from pallas_kernels.attention.tiled import SPAN
+from pallas_kernels.index import div, paste, rem, take
 from pallas_kernels.rows import (
     TILE_ROWS,
     Rows,
@@ -59,17 +60,19 @@ def _group_scores(
 ) -> Float[Array, "16 G"]:
     """Scores of all groups of the slot's table; those not complete yet are arbitrary."""
     head_dim = query.shape[-1]
-    table = rows.block_table[seg.slot]
+    table = take(rows.block_table, seg.slot)
     out = jnp.zeros((TILE_ROWS, table.shape[0] * groups_per_block), jnp.float32)
 
     def block(i: Array, out: Array) -> Array:
-        key = pages[table[i]].astype(jnp.float32)
+        key = take(pages, take(table, i)).astype(jnp.float32)
         score = jnp.einsum("tnd,gd->tng", query, key, precision=HIGHEST)
         total = jnp.sum(jnp.maximum(score, 0.0), axis=1) / head_dim**0.5
-        return lax.dynamic_update_slice(out, total, (0, i * groups_per_block))
+        return paste(out, total, (0, i * groups_per_block))
 
-    end = jnp.minimum(seg.tile * TILE_ROWS + TILE_ROWS, rows.start[seg.slot] + rows.count[seg.slot])
-    return lax.fori_loop(0, (end + rows.block_size - 1) // rows.block_size, block, out)
+    end = jnp.minimum(
+        seg.tile * TILE_ROWS + TILE_ROWS, take(rows.start, seg.slot) + take(rows.count, seg.slot)
+    )
+    return lax.fori_loop(0, div(end + (rows.block_size - 1), rows.block_size), block, out)
 
 
 def _pack(
@@ -77,7 +80,7 @@ def _pack(
 ) -> Selection:
     """The packed token list of each row."""
     num_groups = scores.shape[1]
-    complete = (position + 1) // ratio
+    complete = div(position + 1, ratio)
     group = jnp.arange(num_groups, dtype=jnp.int32)
     candidate = group[None, :] < complete[:, None]
     # +0.0 turns -0.0 into +0.0, so that equal scores tie by index.
@@ -88,7 +91,8 @@ def _pack(
     valid = jnp.arange(kept)[None, :] < num_chosen[:, None]
     chosen = jnp.sort(jnp.where(valid, chosen, num_groups).astype(jnp.int32), axis=1)
     place = jnp.arange(kept * ratio + ratio - 1, dtype=jnp.int32)
-    from_group = chosen[:, jnp.minimum(place // ratio, kept - 1)] * ratio + (place % ratio)[None, :]
+    nth = jnp.minimum(div(place, ratio), kept - 1)
+    from_group = jnp.take(chosen, nth, axis=1, mode="clip") * ratio + rem(place, ratio)[None, :]
     packed = (num_chosen * ratio)[:, None]
     tail = (complete * ratio)[:, None] + place[None, :] - packed
     token = jnp.where(place[None, :] < packed, from_group, tail)
@@ -118,7 +122,7 @@ def select_tokens(
 
     def segment(index: Array, out: Selection) -> Selection:
         seg = segment_at(rows, index)
-        q = query[seg.row].astype(jnp.float32)
+        q = take(query, seg.row).astype(jnp.float32)
         scores = _group_scores(q, pooled_pages, rows, seg, groups_per_block)
         chosen = _pack(scores, seg.position, ratio=ratio, budget=budget)
         return Selection(
@@ -157,11 +161,11 @@ def sparse_attention(
         for at in range(0, width + padding, span):
             token = position[:, at : at + span]
             mask = at + jnp.arange(span)[None, :] < count[:, None]
-            page = rows.block_table[slot[:, None], token // block]
+            page = take(rows.block_table, slot[:, None], div(token, block))
 
             def read(pages: Array, page: Array = page, token: Array = token, mask: Array = mask):
-                cut = pages[page, token % block].astype(jnp.float32)
-                return jnp.where(mask[:, :, None, None], cut, 0.0)
+                chosen = take(pages, page, rem(token, block)).astype(jnp.float32)
+                return jnp.where(mask[:, :, None, None], chosen, 0.0)
 
             value = read(value_pages)
             scores = jnp.einsum("tkgh,tskh->tkgs", q, read(key_pages), precision=HIGHEST) * scale
