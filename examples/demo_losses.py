@@ -18,7 +18,7 @@ Params = Mapping[str, Any]
 BALANCE_WEIGHT = 0.01
 INDEXER_WEIGHT = 0.5
 # Share of each self-fed step in the loss of the MTP head; the first draft matters most.
-MTP_STEP_WEIGHTS = (0.5, 0.3, 0.2)
+MTP_STEP_WEIGHTS = (0.7, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,20 @@ class Phase:
     Attributes:
       dense_attention: Sparse layers read every token, while the indexer learns which to keep.
       trains_mtp: The MTP head learns too.
+      shapes_trunk: What the MTP head needs to know is written into the trunk's hidden rows: its
+        loss reaches the trunk through them.
     """
 
     dense_attention: bool
     trains_mtp: bool
+    shapes_trunk: bool
 
 
-# The indexer and the trunk first; then the trunk under the indexer's choice, and the MTP head.
-FIRST_PHASE = Phase(dense_attention=True, trains_mtp=False)
-SECOND_PHASE = Phase(dense_attention=False, trains_mtp=True)
+# The indexer and the trunk first; then the trunk under the indexer's choice, and the MTP head;
+# then both together.
+FIRST_PHASE = Phase(dense_attention=True, trains_mtp=False, shapes_trunk=False)
+SECOND_PHASE = Phase(dense_attention=False, trains_mtp=True, shapes_trunk=False)
+THIRD_PHASE = Phase(dense_attention=False, trains_mtp=True, shapes_trunk=True)
 
 
 def total_loss(
@@ -63,7 +68,9 @@ def total_loss(
     total = terms["loss"]
     traces = list(out.traces)
     if phase.trains_mtp:
-        terms["mtp"], mtp_traces = mtp_loss(config, params, ids, out)
+        terms["mtp"], mtp_traces = mtp_loss(
+            config, params, ids, out, shapes_trunk=phase.shapes_trunk
+        )
         total = total + terms["mtp"]
         traces += mtp_traces
     routers = [trace.router for trace in traces if trace.router is not None]
@@ -114,17 +121,23 @@ def indexer_loss(trace: QsaTrace) -> Float[Array, ""]:
 
 
 def mtp_loss(
-    config: HybridConfig, params: Params, ids: Int[Array, "B T1"], target: SequenceOutput
+    config: HybridConfig,
+    params: Params,
+    ids: Int[Array, "B T1"],
+    target: SequenceOutput,
+    *,
+    shapes_trunk: bool,
 ) -> tuple[Float[Array, ""], list[BlockTrace]]:
     """Return the distillation loss of self-fed steps of the MTP head, and their traces.
 
     Step s at row i reads token i + s and the hidden row of step s - 1 (the target's at s = 1) and
-    is to agree with the target's row i + s. Only the head's own parameters get a gradient.
+    is to agree with the target's row i + s. The head's own parameters get a gradient and, where
+    `shapes_trunk`, the hidden rows that it reads; never the labels.
     """
     frozen = {name: jax.lax.stop_gradient(value) for name, value in params.items()}
     frozen["mtp"] = params["mtp"]
     hidden = target.hidden if config.hyper_connection is None else target.residual
-    hidden = jax.lax.stop_gradient(hidden)
+    hidden = hidden if shapes_trunk else jax.lax.stop_gradient(hidden)
     labels = jax.lax.stop_gradient(target.logits)
     num_rows = labels.shape[1]
     padded = jnp.pad(ids, ((0, 0), (0, len(MTP_STEP_WEIGHTS))))

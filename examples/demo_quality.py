@@ -18,15 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 from tokenizers import Tokenizer
 
 from examples import demo_corpus
 from examples.demo_data import Dataset, token_windows, unigram_entropy
 from examples.demo_losses import Heldout, Params, heldout_sums
 from qwen_hybrid.config import HybridConfig
-from qwen_hybrid.model import HybridModel, SequenceOutput
 from qwen_hybrid.weights import load_params
+from serve.engine import Engine
 
 NUM_HEADERS = 100
 MAX_HEADER_TOKENS = 64
@@ -68,30 +67,19 @@ def heldout(config: HybridConfig, params: Params, windows: np.ndarray, batch: in
     return sums
 
 
-def greedy(
-    config: HybridConfig, params: Params, prompts: list[list[int]], max_new_tokens: int
-) -> np.ndarray:
-    """Return each prompt with its greedy continuation, rows padded to one length.
-
-    Every step runs the whole padded batch again: slow, and without any decode state.
-    """
-    lengths = np.array([len(prompt) for prompt in prompts])
-    tokens = np.zeros((len(prompts), lengths.max() + max_new_tokens), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-
-    @jax.jit
-    def extend(params: Params, tokens: Int[Array, "B T"], last: Int[Array, " B"]):
-        out = HybridModel(config).apply({"params": params}, tokens, method="sequence")
-        assert isinstance(out, SequenceOutput)
-        rows = jnp.arange(tokens.shape[0])
-        chosen = jnp.argmax(out.logits[rows, last], axis=-1)
-        return tokens.at[rows, last + 1].set(chosen.astype(tokens.dtype))
-
-    extended = jnp.asarray(tokens)
-    for step in range(max_new_tokens):
-        extended = extend(params, extended, jnp.asarray(lengths - 1 + step))
-    return np.asarray(extended)
+def greedy(directory: Path, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """Return the greedy continuation of each prompt."""
+    with Engine(
+        directory,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_running_requests=16,
+        context_length=512,
+    ) as engine:
+        params = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        results = engine.generate(input_ids=prompts, sampling_params=params)
+    assert isinstance(results, list)
+    return [result["output_ids"] for result in results]
 
 
 def completed_function(tokenizer: Tokenizer, tokens: list[int], header: str) -> str:
@@ -118,23 +106,17 @@ def parses(code: str) -> bool:
     return True
 
 
-def complete_headers(
-    config: HybridConfig, params: Params, dataset: Dataset, count: int
-) -> list[str]:
+def complete_headers(directory: Path, dataset: Dataset, count: int) -> list[str]:
     """Return the first `count` held-out headers that are short enough, each with its body."""
     tokenizer = dataset.tokenizer
     headers = demo_corpus.function_headers(demo_corpus.parse_heldout(dataset.heldout_text))
     encoded = {header: tokenizer.encode(header.rstrip("\n")).ids for header in headers}
     chosen = [h for h in headers if len(encoded[h]) <= MAX_HEADER_TOKENS][:count]
     # The line break that ends a header is one token with the body's indentation: left to the model.
-    tokens = greedy(config, params, [encoded[header] for header in chosen], MAX_NEW_TOKENS)
+    outputs = greedy(directory, [encoded[header] for header in chosen], MAX_NEW_TOKENS)
     return [
-        completed_function(
-            tokenizer,
-            row[: len(encoded[header]) + MAX_NEW_TOKENS].tolist(),
-            header.rstrip("\n"),
-        )
-        for header, row in zip(chosen, tokens, strict=True)
+        completed_function(tokenizer, encoded[header] + output, header.rstrip("\n"))
+        for header, output in zip(chosen, outputs, strict=True)
     ]
 
 
@@ -144,7 +126,7 @@ def measure(directory: Path, dataset: Dataset, *, window: int, num_headers: int)
     params = load_params(directory, config, dtype="float32", progress=False)
     windows = token_windows(dataset.heldout, length=window)
     sums = heldout(config, params, windows, batch=23)
-    completions = complete_headers(config, params, dataset, num_headers)
+    completions = complete_headers(directory, dataset, num_headers)
     entropy = unigram_entropy(dataset.heldout)
     loss = sums.loss / sums.num_tokens
     quality = Quality(

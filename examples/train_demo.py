@@ -29,6 +29,7 @@ from examples.demo_data import Dataset, epoch_windows, token_windows
 from examples.demo_losses import (
     FIRST_PHASE,
     SECOND_PHASE,
+    THIRD_PHASE,
     Heldout,
     Phase,
     heldout_sums,
@@ -41,8 +42,9 @@ from qwen_hybrid.weights import dummy_params, save_hf
 
 WARMUP_STEPS = 100
 FLOOR = 0.02
-# Share of the budget after which the second phase begins.
+# Shares of the budget after which the second and the third phase begin.
 SECOND_PHASE_AT = 0.4
+THIRD_PHASE_AT = 0.7
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "down_proj")
 # Matrices whose rows are looked up, not multiplied: no weight decay.
 TABLES = ("embed_tokens", "ngram_embedding")
@@ -213,7 +215,8 @@ class Trainer:
         arguments = self.arguments
         stop = time.monotonic() + 60.0 * arguments.stop_after
         self.train(FIRST_PHASE, until=SECOND_PHASE_AT, stop=stop)
-        self.train(SECOND_PHASE, until=1.0, stop=stop)
+        self.train(SECOND_PHASE, until=THIRD_PHASE_AT, stop=stop)
+        self.train(THIRD_PHASE, until=1.0, stop=stop)
         if not self.progress.log or self.progress.log[-1]["step"] != self.progress.step:
             self.report({}, 0.0)
         self.save()
