@@ -11,13 +11,13 @@ VOCAB_SIZE = 432
 
 
 def two_layers(name: str) -> dict[str, Any]:
-    """A vector config cut down to a linear and an attention layer, n-gram rows in the second."""
+    """A vector config cut down to a linear and an attention layer, n-gram rows in the first."""
     config = hf_config(name) | {
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],
     }
     if "ple_layer_ids" in config:
-        config["ple_layer_ids"] = [2]
+        config["ple_layer_ids"] = [1]
     return config
 
 

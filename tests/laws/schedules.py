@@ -6,19 +6,28 @@ slots and blocks, chunks of other sizes, other arrival times, sometimes beside a
 NaN. Tokens, log-probabilities and state digests must be the same bits.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen_hybrid.state import GdnState
 from serve.engine import Engine
+from serve.engine_config import EngineConfig
 from serve.request import Request
+from serve.runner import StepResult
+from serve.scheduler import Work
 
 CHUNKS = (1, 17, 63, 64, 65, 100)
-CONTEXT = 512
+# Longer than one span of attention.
+CONTEXT = 384
+MAX_PROMPT = 270
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +78,14 @@ class Outcome:
 
 
 def make_cases(rng: np.random.Generator, vocab_size: int, count: int) -> list[Case]:
-    """Random requests whose prompts and outputs end on, before and after block boundaries.
-
-    Prompts leave out the last id, the poisoned neighbour's.
-    """
-    lengths = (1, 2, 15, 16, 17, 62, 63, 64, 65, 100, 127, 128, 129, 190)
+    """Random requests whose prompts and outputs end on, before and after block boundaries."""
+    lengths = (1, 2, 15, 16, 17, 62, 63, 64, 65, 100, 127, 128, 129, 190, 255, MAX_PROMPT)
     cases = []
     for index in range(count):
         size = int(lengths[index % len(lengths)])
         params: dict[str, Any] = {
-            "max_new_tokens": int(rng.integers(1, 70)),
+            # Some decode through a whole block.
+            "max_new_tokens": 70 if index % 5 == 4 else int(rng.integers(1, 24)),
             "sampling_seed": int(rng.integers(0, 1 << 62)),
             "ignore_eos": True,
             "temperature": float(rng.choice([0.0, 0.6, 1.0, 1.5])),
@@ -86,12 +93,60 @@ def make_cases(rng: np.random.Generator, vocab_size: int, count: int) -> list[Ca
             "top_k": int(rng.choice([-1, 1, 20])),
             "min_p": float(rng.choice([0.0, 0.1])),
         }
-        cases.append(Case(rng.integers(0, vocab_size - 1, size).tolist(), params))
+        cases.append(Case(rng.integers(0, vocab_size, size).tolist(), params))
     return cases
 
 
-def _engine(directory: str | Path, **arguments: Any) -> Engine:
-    return Engine(directory, skip_tokenizer_init=True, context_length=CONTEXT, **arguments)
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What an engine runs; hashable, so that it names the results of a golden run.
+
+    Attributes:
+      directory: of the model.
+      load_format: of the weights.
+      dtype: of the activations.
+      state_dtype: of the sealed states.
+    """
+
+    directory: Path
+    load_format: str = "auto"
+    dtype: str = "float32"
+    state_dtype: str = "float32"
+
+    def engine(self, **arguments: Any) -> Engine:
+        """An engine without a tokenizer, its memory filled with NaN."""
+        engine = Engine(
+            self.directory,
+            load_format=self.load_format,
+            dtype=self.dtype,
+            state_dtype=self.state_dtype,
+            skip_tokenizer_init=True,
+            context_length=CONTEXT,
+            **arguments,
+        )
+        _fill_with_nan(engine)
+        return engine
+
+
+@contextlib.contextmanager
+def one_program() -> Iterator[None]:
+    """Compile engines for the widest step only: half the time, and the same bits by law."""
+    widest = property(lambda config: (config.max_rows,))
+    with mock.patch.object(EngineConfig, "row_buckets", widest):
+        yield
+
+
+def _fill_with_nan(engine: Engine) -> None:
+    """Make every row that nobody wrote a NaN, but the state that sequences start from."""
+    runner = engine._runner
+
+    def fill(path: Any, array: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return array
+        bad = jnp.full_like(array, jnp.nan)
+        return bad.at[0].set(array[0]) if ".sealed" in jax.tree_util.keystr(path) else bad
+
+    runner._state = jax.tree_util.tree_map_with_path(fill, runner._state)
 
 
 def request_of(engine: Engine, case: Case) -> Request:
@@ -101,23 +156,22 @@ def request_of(engine: Engine, case: Case) -> Request:
     return request
 
 
-def golden_outcomes(
-    directory: str | Path, cases: list[Case], **arguments: Any
-) -> tuple[list[Case], list[Outcome]]:
-    """Every case alone, prefilled in one piece; cases that made the poisoned id are left out."""
-    kept, outcomes = [], []
-    with _engine(
-        directory, max_running_requests=1, chunked_prefill_size=CONTEXT // 2, **arguments
-    ) as engine:
-        for case in cases:
-            request = request_of(engine, case)
-            engine.scheduler.add(request)
-            while not request.is_finished:
-                engine.step()
-            if engine.model_config.vocab_size - 1 not in request.output_ids:
-                kept.append(case)
-                outcomes.append(Outcome.of(request))
-    return kept, outcomes
+def golden_outcomes(setting: Setting, cases: list[Case]) -> list[Outcome]:
+    """Every case alone in an engine of one slot, its prompt in one piece."""
+    with (
+        one_program(),
+        setting.engine(max_running_requests=1, chunked_prefill_size=MAX_PROMPT) as engine,
+    ):
+        return [run_alone(engine, case) for case in cases]
+
+
+def run_alone(engine: Engine, case: Case) -> Outcome:
+    """One case with nobody beside it."""
+    request = request_of(engine, case)
+    engine.scheduler.add(request)
+    while not request.is_finished:
+        engine.step()
+    return Outcome.of(request)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +182,7 @@ class Schedule:
       cases: indices, in order of arrival.
       arrivals: step at which each arrives.
       chunk: prefill chunk, 0 for random sizes.
-      is_poisoned: a request of NaN runs beside them.
+      is_poisoned: a request whose rows are NaN runs beside them.
       seed: of the random chunks.
     """
 
@@ -156,27 +210,91 @@ def make_schedule(seed: int, num_cases: int) -> Schedule:
     return Schedule(chosen, arrivals, chunk, bool(seed % 3 == 0), seed)
 
 
+@dataclasses.dataclass
+class Happened:
+    """What a schedule, or several, came to do.
+
+    Attributes:
+      pieces: sizes of the pieces of prompts that were computed in several.
+      num_steps, num_shared: steps, and those with rows of more than one request.
+      num_poisoned: steps with rows of NaN beside others.
+      num_seals: states stored.
+      slots: batch slots that requests ran in.
+    """
+
+    pieces: set[int] = dataclasses.field(default_factory=set)
+    num_steps: int = 0
+    num_shared: int = 0
+    num_poisoned: int = 0
+    num_seals: int = 0
+    slots: set[int] = dataclasses.field(default_factory=set)
+
+    def add(self, other: "Happened") -> None:
+        """Count another schedule's as well."""
+        for field in dataclasses.fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            setattr(self, field.name, mine | theirs if isinstance(mine, set) else mine + theirs)
+
+    def describe(self) -> str:
+        """One line."""
+        return (
+            f"{self.num_steps} steps, {self.num_shared} of several requests, {self.num_poisoned} "
+            f"beside rows of NaN, {len(self.pieces)} sizes of prompt pieces, {self.num_seals} seals"
+        )
+
+    def saw(self, work: list[Work], results: list[StepResult], poison: Request | None) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        self.num_shared += len(work) > 1
+        self.slots |= {item.request.slot for item in work}
+        for item in work:
+            if item.request.remaining_prompt and len(item.ids) < item.request.prompt_len:
+                self.pieces.add(len(item.ids))
+        is_nan = [
+            result.log_probability is not None and np.isnan(result.log_probability)
+            for result in results
+            if result.request is poison
+        ]
+        self.num_poisoned += any(is_nan) and len(work) > 1
+
+
 class ScheduleRunner:
     """An engine of several slots that runs schedules one after another, over what earlier ones
     left in its pools."""
 
-    def __init__(self, directory: str | Path, **arguments: Any):
-        self.engine = _engine(
-            directory, max_running_requests=4, chunked_prefill_size=128, **arguments
-        )
-        self._poison = self.engine.model_config.vocab_size - 1
-        params = self.engine._runner._params
-        row = params["embed_tokens"].at[self._poison].set(jnp.nan)
-        params["embed_tokens"] = row
+    def __init__(self, setting: Setting, *, prefill_rows: int = 128):
+        self.engine = setting.engine(max_running_requests=4, chunked_prefill_size=prefill_rows)
+        self._run = self.engine._runner.run
+        self.engine._runner.run = self._observed  # type: ignore[method-assign]
+        self._happened, self._poison = Happened(), None
 
-    def run(self, schedule: Schedule, cases: list[Case]) -> list[Outcome]:
-        """Outcomes of the schedule's cases, in its order."""
-        engine = self.engine
+    def _observed(self, work: list[Work]) -> list[StepResult]:
+        poison = self._poison
+        if poison is not None and not poison.is_finished and poison.committed_len > 0:
+            self._spoil(poison.slot)
+        results = self._run(work)
+        self._happened.saw(work, results, self._poison)
+        return results
+
+    def _spoil(self, slot: int) -> None:
+        """Make NaN of the last rows that the first layer's convolution looks back to."""
+        runner = self.engine._runner
+        first, *others = runner._state.layers
+        assert isinstance(first.mixer, GdnState)
+        mixer = dataclasses.replace(first.mixer, conv=first.mixer.conv.at[slot].set(jnp.nan))
+        layers = (dataclasses.replace(first, mixer=mixer), *others)
+        runner._state = dataclasses.replace(runner._state, layers=layers)
+
+    def run(self, schedule: Schedule, cases: list[Case]) -> tuple[list[Outcome], Happened]:
+        """Outcomes of the schedule's cases, in its order, and what happened."""
+        engine, self._happened = self.engine, Happened()
         engine.scheduler.chunk_len = schedule.chunk_len()
         requests = [request_of(engine, cases[i]) for i in schedule.cases]
+        self._poison = None
         if schedule.is_poisoned:
-            poisoned = Case([self._poison] * 70, {"max_new_tokens": 40, "ignore_eos": True})
-            engine.scheduler.add(request_of(engine, poisoned))
+            poisoned = Case([1] * 70, {"max_new_tokens": 90, "ignore_eos": True})
+            self._poison = request_of(engine, poisoned)
+            engine.scheduler.add(self._poison)
         waiting, at = list(zip(schedule.arrivals, requests, strict=True)), 0
         while waiting or not engine.scheduler.is_idle:
             while waiting and waiting[0][0] <= at:
@@ -185,7 +303,10 @@ class ScheduleRunner:
                 engine.step()
             at += 1
         engine.scheduler.check_integrity()
-        return [Outcome.of(request) for request in requests]
+        self._happened.num_seals = sum(
+            (request.committed_len - 1) // engine.engine_config.block_size for request in requests
+        )
+        return [Outcome.of(request) for request in requests], self._happened
 
 
 def scored(engine: Engine, case: Case, outcome: Outcome) -> bytes:

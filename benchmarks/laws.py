@@ -1,0 +1,99 @@
+"""The laws in full: random schedules, scores and a second process beside golden solo runs.
+
+    python -m benchmarks.laws [--schedules 200] [--models demo demo-dense] [--dtypes ...]
+
+Prints a table and writes benchmarks/results/laws.csv. The exit code is 1 if any bit differs.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.run import RESULTS, processor, revision
+from tests.laws.law_run import (
+    DTYPES,
+    STAND_INS,
+    TINY,
+    LawRun,
+    Programs,
+    Report,
+    run_laws,
+    setting_of,
+)
+from tests.laws.solo_digest import NUM_CASES, digests
+
+COLUMNS = ("law", "model", "dtype", "schedules", "tokens", "first_difference", "seconds")
+
+
+def second_process(run: LawRun, model: str, dtype: str, folder: Path) -> Report:
+    """Compare golden outcomes with those of a process that compiles anew."""
+    command = [sys.executable, "-m", "tests.laws.solo_digest", model, dtype, str(folder / "other")]
+    there = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    report = Report("L5", schedules=1)
+    golden = run.golden[:NUM_CASES]
+    for index, pair in enumerate(zip(digests(golden), there, strict=True)):
+        difference = None if pair[0] == pair[1] else "digests of the two processes"
+        report.saw(len(golden[index].tokens), difference, f"case {index}")
+    return report
+
+
+def rows_of(model: str, dtype: str, num_schedules: int, folder: Path) -> list[dict]:
+    """The rows of one model in one dtype."""
+    start, rows = time.monotonic(), []
+
+    def add(report: Report) -> None:
+        nonlocal start
+        now = time.monotonic()
+        values = (
+            report.law,
+            model,
+            dtype,
+            report.schedules,
+            report.tokens,
+            report.first_difference or "none",
+            round(now - start),
+        )
+        start = now
+        row = dict(zip(COLUMNS, values, strict=True))
+        print("  ".join(str(value).ljust(12) for value in row.values()), flush=True)
+        rows.append(row)
+
+    setting = setting_of(model, dtype, folder)
+    run = run_laws(setting, num_schedules=num_schedules, programs=Programs.SEPARATE)
+    add(run.schedules)
+    add(run.scores)
+    add(second_process(run, model, dtype, folder))
+    print("  ", run.happened.describe(), flush=True)
+    return rows
+
+
+def main() -> int:
+    """Run every model in every dtype; exit code 1 on a difference."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=200)
+    parser.add_argument("--models", nargs="+", default=list(STAND_INS), choices=[*STAND_INS, *TINY])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--output", type=Path, default=RESULTS / "laws.csv")
+    arguments = parser.parse_args()
+    print("  ".join(name.ljust(12) for name in COLUMNS))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for model in arguments.models:
+            for dtype in arguments.dtypes:
+                rows += rows_of(model, dtype, arguments.schedules, Path(folder))
+    common = {"processor": processor(), "revision": revision()}
+    arguments.output.parent.mkdir(exist_ok=True)
+    with arguments.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *common])
+        writer.writeheader()
+        writer.writerows(row | common for row in rows)
+    return int(any(row["first_difference"] != "none" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""One run of the laws over one model: golden outcomes, schedules, scores, the first difference."""
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from qwen_hybrid.config import HybridConfig
+from serve.model_path import PACKAGED_MODELS, resolve_model_path
+from tests import tiny_models
+from tests.laws.schedules import (
+    MAX_PROMPT,
+    Case,
+    Happened,
+    Outcome,
+    ScheduleRunner,
+    Setting,
+    golden_outcomes,
+    make_cases,
+    make_schedule,
+    one_program,
+    run_alone,
+    scored,
+)
+from tests.vector_configs import hf_config
+
+DTYPES = ("float32", "bfloat16")
+# Until the packaged models are there: the same mechanisms with random weights.
+STAND_INS = {"demo": "q4_all", "demo-dense": "q35_dense"}
+# Two layers each, to be compiled in seconds: what mutants are run against.
+TINY = {"tiny-q4": "q4_all", "tiny-dense": "q35_dense"}
+
+
+def setting_of(model: str, dtype: str, folder: Path) -> Setting:
+    """The model of a name, with random weights where it has no others.
+
+    Args:
+      folder: where directories of random models may be made.
+    """
+    if model in TINY:
+        config = tiny_models.two_layers(TINY[model])
+    elif model in PACKAGED_MODELS:
+        with contextlib.suppress(FileNotFoundError):
+            return Setting(resolve_model_path(model), dtype=dtype)
+        config = hf_config(STAND_INS[model])
+    else:
+        raise ValueError(f"no such model: {model}")
+    return Setting(tiny_models.write(folder / model, config), "dummy", dtype)
+
+
+@dataclasses.dataclass
+class Report:
+    """How a law fared.
+
+    Attributes:
+      law: which.
+      schedules: how many.
+      tokens: tokens compared.
+      first_difference: where two runs first parted, or None.
+    """
+
+    law: str
+    schedules: int = 0
+    tokens: int = 0
+    first_difference: str | None = None
+
+    def saw(self, tokens: int, difference: str | None, where: str) -> None:
+        """Count a comparison."""
+        self.tokens += tokens
+        if difference is not None and self.first_difference is None:
+            self.first_difference = f"{where}: {difference}"
+
+
+@dataclasses.dataclass
+class LawRun:
+    """What the laws are checked on.
+
+    Attributes:
+      cases, golden: requests, and what each gave alone.
+      schedules: laws L2 and L3.
+      scores: law L6.
+      happened: what the schedules came to do.
+    """
+
+    cases: list[Case]
+    golden: list[Outcome]
+    schedules: Report
+    scores: Report
+    happened: Happened
+
+
+class Programs(enum.Enum):
+    """Which compiled programs a run of the laws uses; compilation is most of its time.
+
+    SEPARATE: an engine of one slot for the golden runs, and one of four slots with a program for
+      prefill and one for decoding: every row is computed by programs of other shapes.
+    SHARED: one engine with one program for everything.
+    """
+
+    SEPARATE = enum.auto()
+    SHARED = enum.auto()
+
+
+def run_laws(
+    setting: Setting, *, num_schedules: int, num_cases: int = 16, programs: Programs
+) -> LawRun:
+    """Run random schedules of a model beside the same requests alone, then score them."""
+    vocab_size = HybridConfig.from_directory(setting.directory).vocab_size
+    cases = make_cases(np.random.default_rng(11), vocab_size, num_cases)
+    if programs is Programs.SHARED:
+        with one_program():
+            runner = ScheduleRunner(setting, prefill_rows=MAX_PROMPT)
+        golden = [run_alone(runner.engine, case) for case in cases]
+    else:
+        golden = golden_outcomes(setting, cases)
+        runner = ScheduleRunner(setting)
+    schedules, scores = Report("L2 L3"), Report("L6")
+    run = LawRun(cases, golden, schedules, scores, Happened())
+    with runner.engine:
+        for where, happened in _schedules(run, runner, num_schedules):
+            if happened.num_poisoned == 0 and "poisoned" in where:
+                raise AssertionError(f"{where}: no rows of NaN beside others")
+        for index, (case, outcome) in enumerate(zip(cases, golden, strict=True)):
+            same = scored(runner.engine, case, outcome) == outcome.log_probabilities
+            scores.saw(len(outcome.tokens), None if same else "scores", f"case {index}")
+            scores.schedules += 1
+    return run
+
+
+def _schedules(
+    run: LawRun, runner: ScheduleRunner, num_schedules: int
+) -> Iterator[tuple[str, Happened]]:
+    for seed in range(num_schedules):
+        schedule = make_schedule(seed, len(run.cases))
+        outcomes, happened = runner.run(schedule, run.cases)
+        run.happened.add(happened)
+        run.schedules.schedules += 1
+        kind = " poisoned" if schedule.is_poisoned else ""
+        where = f"schedule {seed} chunk {schedule.chunk or 'random'}{kind}"
+        for index, outcome in zip(schedule.cases, outcomes, strict=True):
+            difference = run.golden[index].first_difference(outcome)
+            run.schedules.saw(len(outcome.tokens), difference, f"{where}, case {index}")
+        yield where, happened

@@ -1,0 +1,69 @@
+"""Laws L2, L3 and L6 of docs/design.md, and L5 between processes: the same bits, no tolerance."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.laws.law_run import DTYPES, STAND_INS, LawRun, Programs, run_laws, setting_of
+from tests.laws.schedules import CHUNKS
+from tests.laws.solo_digest import NUM_CASES, digests
+
+# Across programs of several shapes with two layers, with one program in full depth; `make laws`
+# has both at once.
+TINY = ("tiny-dense", "bfloat16")
+CASES = [
+    pytest.param((*TINY, Programs.SEPARATE, 7), id="tiny-dense-bfloat16"),
+    pytest.param(
+        ("tiny-q4", "float32", Programs.SEPARATE, 7), id="tiny-q4-float32", marks=pytest.mark.full
+    ),
+    *(
+        pytest.param((model, dtype, Programs.SHARED, 15), id=f"{model}-{dtype}")
+        for model in STAND_INS
+        for dtype in DTYPES
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where models with random weights are made."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request, folder) -> LawRun:
+    """Golden outcomes, schedules and scores of one model."""
+    model, dtype, programs, num_schedules = request.param
+    setting = setting_of(model, dtype, folder)
+    return run_laws(setting, num_schedules=num_schedules, programs=programs)
+
+
+def test_neighbours_slots_and_chunks_change_no_bit(run):
+    assert run.schedules.first_difference is None
+
+
+def test_scores_of_generated_tokens_are_what_generation_returned(run):
+    assert run.scores.first_difference is None
+    assert run.scores.tokens > 200
+
+
+def test_schedules_did_what_they_are_for(run):
+    happened, num_schedules = run.happened, run.schedules.schedules
+    assert num_schedules >= 7
+    assert happened.pieces.issuperset(CHUNKS)
+    assert len(happened.pieces) > 2 * len(CHUNKS)
+    assert happened.num_shared > happened.num_steps / 2
+    assert happened.num_poisoned > num_schedules
+    assert happened.num_seals > 3 * num_schedules
+    assert happened.slots == {0, 1, 2, 3}
+    assert max(len(case.prompt) for case in run.cases) > 256
+    assert len({case.params["temperature"] for case in run.cases}) > 2
+
+
+@pytest.mark.parametrize("run", CASES[:1], indirect=True)
+def test_a_new_process_gives_the_same_bits(run, folder):
+    command = [sys.executable, "-m", "tests.laws.solo_digest", *TINY, str(folder / "there")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == digests(run.golden[:NUM_CASES])
