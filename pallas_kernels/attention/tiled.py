@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention.online import HIGHEST, empty_partial, finish, merge, span_partial
 from pallas_kernels.index import div, take
+from pallas_kernels.masked import sum_seen
 from pallas_kernels.rows import TILE_ROWS, Rows, Segment, put_rows, segment_at
 
 SPAN = 256
@@ -52,7 +53,10 @@ def paged_attention(
             mask = position[None, :] <= seg.position[:, None]
 
             def weigh(w: Array) -> Array:
-                return jnp.einsum("tkgs,skh->tkgh", w, value, precision=HIGHEST)
+                def product(v: Array) -> Array:
+                    return jnp.einsum("tkgs,skh->tkgh", w, v, precision=HIGHEST)
+
+                return sum_seen(product, value, mask)
 
             return merge(partial, span_partial(scores, mask, weigh))
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.gated_delta_net.state_dtype import StateDtype
 from pallas_kernels.index import cut, div, paste, rem, take
+from pallas_kernels.masked import sum_seen
 from pallas_kernels.norm import inverse_length
 from pallas_kernels.rows import TILE_ROWS, Rows, Segment, put_rows, segment_at
 from pallas_kernels.struct import static, struct
@@ -195,10 +196,11 @@ def _tile_values(
     )
     u = _solve(rhs, in_tile(tile.key, tile.key_scale, inside), beta, tile.logged, seg, dtype)
     query_scale = inverse_length(tile.query)
+    own = in_tile(tile.query, query_scale, to_self)
     out = (
         _apply_state(state, tile.query, query_scale, tile.gate)
         + from_earlier(tile.query, query_scale)
-        + _einsum("thj,jhv->thv", in_tile(tile.query, query_scale, to_self), u)
+        + sum_seen(lambda u: _einsum("thj,jhv->thv", own, u), u, to_self)
     )
     return u, out * (tile.key.shape[-1] ** -0.5)
 

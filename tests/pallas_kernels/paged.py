@@ -148,9 +148,10 @@ class Feeder:
                 self.table[slot, block] = self._free_blocks.pop(0)
 
     def must_seal(self, slot: int, count: int) -> bool:
-        """Whether `count` more rows leave a waiting seal no room in the log."""
+        """Whether `count` more rows leave a waiting seal no room, or two blocks to fold."""
         end = self.committed[slot] + count
-        return bool(end > self.sealed_len[slot] + self.config.log_rows)
+        most = min(self.config.log_rows, 2 * self.config.block_size - 1)
+        return bool(end > self.sealed_len[slot] + most)
 
     def is_due(self, slot: int) -> bool:
         """Whether the rows committed so far have passed a boundary that is not sealed."""

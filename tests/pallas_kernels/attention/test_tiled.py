@@ -20,6 +20,7 @@ from tests.pallas_kernels.paged import (
     Piece,
     check_schedules,
     cut,
+    joined,
     page_rows,
     same_bits,
     unused,
@@ -116,6 +117,29 @@ def test_neighbour_full_of_nan_changes_nothing(length):
     out = feeder.call({0: Piece(bad, 15), 1: Piece(inputs, length), 3: Piece(bad, 0)})
     same_bits(out[1], expected)
     same_bits(feeder.finish(1), memory)
+
+
+def test_rejected_rows_full_of_nan_change_nothing():
+    op = _operator(4, 64, "float32")
+    inputs = op.draw(np.random.default_rng(3), 100)
+    expected, memory = Feeder(op).whole_sequence(0, inputs)
+    bad = jax.tree.map(lambda a: np.full_like(a, np.nan), cut(inputs, 0, 9))
+    feeder, outs = Feeder(op, seed=1), []
+    for stop in (1, 2, 9, 10, 30, 60, 64, 75, 100):
+        piece = cut(inputs, int(feeder.committed[1]), stop)
+        count = len(piece["query"])
+        outs.append(feeder.call({1: Piece(joined(piece, bad), commit=count)})[1])
+    same_bits(np.concatenate(outs), expected)
+    same_bits(feeder.finish(1), memory)
+
+
+def test_row_that_sees_nan_is_nan():
+    op = _operator(4, 64, "float32")
+    inputs = op.draw(np.random.default_rng(4), 40)
+    inputs["value"][20, 1, 3] = np.nan
+    out, _ = Feeder(op).whole_sequence(0, inputs)
+    assert np.isfinite(out[:20]).all()
+    assert np.isnan(out[20:]).any(axis=(1, 2)).all()
 
 
 def test_one_key_gives_its_value_whatever_the_score():

@@ -34,6 +34,7 @@ DTYPES = (
     (StateDtype.BFLOAT16, "bfloat16"),
     (StateDtype.BFLOAT16_PAIR, "bfloat16"),
 )
+USUAL = (StateDtype.FLOAT32, "bfloat16", BLOCK)
 NAMES = [f"{state.value}-{log}" for state, log in DTYPES]
 
 
@@ -78,14 +79,14 @@ def _draw(rng: np.random.Generator, length: int, dtype: str) -> dict[str, np.nda
 
 
 @functools.cache
-def _operator(state_dtype: StateDtype, dtype: str) -> Operator:
+def _operator(state_dtype: StateDtype, dtype: str, block_size: int = BLOCK) -> Operator:
     """The operator with one pair of types; its programs are compiled once."""
     config = StateConfig(
         num_slots=4,
-        num_blocks=17,
+        num_blocks=4 * (256 // block_size) + 1,
         num_state_slots=12,
-        blocks_per_slot=4,
-        block_size=BLOCK,
+        blocks_per_slot=256 // block_size,
+        block_size=block_size,
         max_window=17,
         dtype=dtype,
         state_dtype=state_dtype,
@@ -96,7 +97,7 @@ def _operator(state_dtype: StateDtype, dtype: str) -> Operator:
         observe=_observe,
         draw=functools.partial(_draw, dtype=dtype),
         config=config,
-        programs=(SMALL, LARGE) if state_dtype is StateDtype.FLOAT32 else (LARGE,),
+        programs=(SMALL, LARGE) if (state_dtype, dtype, block_size) == USUAL else (LARGE,),
     )
 
 
@@ -146,6 +147,19 @@ def test_random_schedules_give_the_bits_of_one_piece_and_the_values_of_the_recur
         np.testing.assert_allclose(memory["key_scale"], 1 / lengths, rtol=FLOAT32_SUM)
         total = rows["gate"].astype(np.float64).cumsum(0)
         np.testing.assert_allclose(memory["gate"], total, rtol=FLOAT32_SUM)
+
+
+def test_random_schedules_over_small_blocks():
+    block_size = 16
+    operator = _operator(StateDtype.FLOAT32, "float32", block_size)
+    limits = gdn_limits("float32", "float32")
+    for inputs, out, memory in check_schedules(operator, seeds=range(12)):
+        assert _relative_error(out, _exact(inputs)[0]) <= limits.output
+        sealed = len(out) // block_size * block_size
+        assert len(memory["key"]) == len(out) - sealed
+        if sealed:
+            state = _exact(cut(inputs, 0, sealed))[1]
+            assert _relative_error(memory["sealed"][0], state) <= limits.state
 
 
 @pytest.mark.parametrize("start", [47, 50, 62, 63])
@@ -237,6 +251,20 @@ def test_neighbour_full_of_nan_changes_nothing(operator, golden):
         bad = jax.tree.map(lambda a: np.full_like(a, np.nan), cut(piece, 0, min(count, 20)))
         pieces = {0: Piece(bad, 1), 1: Piece(piece, count), 2: Piece(bad, len(bad["beta"]))}
         outs.append(feeder.call(pieces)[1])
+    same_bits(np.concatenate(outs), expected)
+    same_bits(feeder.finish(1), memory)
+
+
+def test_rejected_rows_full_of_nan_change_nothing(operator, golden):
+    inputs, expected, memory = golden
+    bad = jax.tree.map(lambda a: np.full_like(a, np.nan), cut(inputs, 0, 9))
+    feeder, outs = Feeder(operator, seed=6), []
+    feeder.open(1)
+    for stop in (1, 2, 9, 10, 30, 60, 64, 75, 130):
+        piece = cut(inputs, int(feeder.committed[1]), stop)
+        count = len(piece["beta"])
+        window = Piece(joined(piece, bad), commit=count, certain=count)
+        outs.append(feeder.call({1: window})[1])
     same_bits(np.concatenate(outs), expected)
     same_bits(feeder.finish(1), memory)
 
