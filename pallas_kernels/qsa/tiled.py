@@ -83,8 +83,8 @@ def _pack(
     complete = div(position + 1, ratio)
     group = jnp.arange(num_groups, dtype=jnp.int32)
     candidate = group[None, :] < complete[:, None]
-    # +0.0 turns -0.0 into +0.0, so that equal scores tie by index.
-    ranked = jnp.where(candidate, scores + 0.0, -jnp.inf)
+    # top_k ranks -0.0 below +0.0, and XLA drops an added zero: only a select makes them tie.
+    ranked = jnp.where(candidate, jnp.where(scores == 0.0, 0.0, scores), -jnp.inf)
     kept = min(budget // ratio, num_groups)
     _, chosen = lax.top_k(ranked, kept)
     num_chosen = jnp.minimum(complete, kept)
