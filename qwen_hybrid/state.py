@@ -238,7 +238,9 @@ class InventoryEntry:
     num_bytes: int
 
 
+# The first mark that a path holds decides.
 _KINDS = (
+    (".sequences", "sequences", "slot"),
     (".sealed", "recurrent_state", "state_slot"),
     (".log", "log", "slot"),
     ("_pages", "kv", "block"),
@@ -247,7 +249,6 @@ _KINDS = (
     (".conv", "conv_state", "slot"),
     (".ple", "conv_state", "slot"),
     (".ids", "ids", "slot"),
-    ("sequences", "sequences", "slot"),
 )
 
 

@@ -1,0 +1,65 @@
+"""What each package offers, exactly: a name is public by being there."""
+
+import importlib
+import types
+
+import pytest
+
+PUBLIC = {
+    "cache": {"FreeList"},
+    "pallas_kernels": set(),
+    "pallas_kernels.attention": {
+        "SPAN",
+        "attention_probabilities",
+        "masked_attention",
+        "paged_attention",
+    },
+    "pallas_kernels.causal_conv": {"causal_conv", "conv_rows"},
+    "pallas_kernels.dense": {"dense", "linear"},
+    "pallas_kernels.gated_delta_net": {"GdnLog", "StateDtype", "gated_delta_rule", "log_step"},
+    "pallas_kernels.moe": {"expert_mix", "route"},
+    "pallas_kernels.ngram": {"check_bounds", "ngram_rows"},
+    "pallas_kernels.norm": {"gated_rms_norm", "grouped_rms_norm", "inverse_length", "rms_norm"},
+    "pallas_kernels.qsa": {"Selection", "pool_raw_keys", "select_tokens", "sparse_attention"},
+    "pallas_kernels.rope": {"rope"},
+    "pallas_kernels.sampling": {"Sampling", "choose", "filtered_logits", "log_probability"},
+    "qwen_hybrid": {
+        "COMPILER_OPTIONS",
+        "Call",
+        "Checkpoint",
+        "CheckpointError",
+        "Chosen",
+        "DSparkConfig",
+        "HybridConfig",
+        "HybridModel",
+        "ModelState",
+        "Numerics",
+        "Reads",
+        "Sampling",
+        "SequenceOutput",
+        "Sequences",
+        "StateConfig",
+        "StateDtype",
+        "commit",
+        "dummy_params",
+        "init_state",
+        "inventory",
+        "load_checkpoint",
+        "load_params",
+        "logits",
+        "save_hf",
+        "state_spec",
+    },
+    "serve": {"Engine", "SamplingParams"},
+}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_exported_names(package):
+    module = importlib.import_module(package)
+    names = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert names == PUBLIC[package]
