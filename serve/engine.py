@@ -32,6 +32,9 @@ from serve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 _log = logging.getLogger(__name__)
 
+AUTO = "auto"
+DEFAULT_CACHE = Path.home() / ".cache" / "qwen-hybrid" / "compiled"
+
 Params = SamplingParams | dict[str, Any] | None
 Result = dict[str, Any]
 
@@ -48,7 +51,7 @@ class Engine:
         *,
         load_format: str = "auto",
         skip_tokenizer_init: bool = False,
-        compilation_cache_dir: str | Path | None = None,
+        compilation_cache_dir: str | Path | None = AUTO,
         **capacities: Any,
     ):
         """Load a model and compile its programs.
@@ -57,7 +60,8 @@ class Engine:
           model_path: `demo`, `demo-dense` or a Hugging Face directory.
           load_format: `auto` reads the weights, `dummy` makes random ones.
           skip_tokenizer_init: ids in, ids out.
-          compilation_cache_dir: where compiled programs are kept for the next start, or None.
+          compilation_cache_dir: where compiled programs are kept for the next start; None keeps
+            none, "auto" what JAX is configured for, else `.cache/qwen-hybrid/compiled` at home.
           capacities: fields of `EngineConfig`.
 
         Raises:
@@ -66,8 +70,7 @@ class Engine:
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, got {load_format!r}")
         self.engine_config = _engine_config(capacities)
-        if compilation_cache_dir is not None:
-            _use_compilation_cache(Path(compilation_cache_dir))
+        _use_compilation_cache(compilation_cache_dir)
         directory = resolve_model_path(model_path)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_directory(directory)
         self.model_config, params, dtype = _load(directory, load_format, self.engine_config.dtype)
@@ -401,7 +404,11 @@ def _load(directory: Path, load_format: str, dtype: str) -> tuple[HybridConfig, 
     return checkpoint.config, checkpoint.params, resolved
 
 
-def _use_compilation_cache(directory: Path) -> None:
+def _use_compilation_cache(chosen: str | Path | None) -> None:
+    configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if chosen is None or (chosen == AUTO and configured):
+        return
+    directory = DEFAULT_CACHE if chosen == AUTO else Path(chosen)
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
