@@ -24,7 +24,6 @@ from qwen_hybrid.step import COMPILER_OPTIONS
 SMALL, LARGE = 48, 160
 # Lengths around those of tiles and blocks.
 LENGTHS = (1, 15, 17, 63, 64, 65, 130)
-GARBAGE = 30.0
 
 Step = Callable[[Any, Any, Rows], tuple[Any, Any]]
 Inputs = Any
@@ -324,19 +323,20 @@ class Schedule:
         width = min(int(self.rng.integers(1, self.feeder.config.max_window + 1)), budget)
         commit = min(int(self.rng.integers(1, width + 1)), remaining)
         may_seal = may_seal or self.feeder.must_seal(slot, width)
-        wrong = garbage(self.feeder.op.draw(self.rng, width - commit))
+        wrong = garbage(self.feeder.op.draw(self.rng, width - commit), self.rng)
         window = joined(cut(inputs, start, start + commit), wrong)
         return Piece(window, commit=commit, certain=1, may_seal=may_seal)
 
 
-def garbage(inputs: Inputs) -> Inputs:
-    """Inputs of rows that will be rejected: larger than any real row."""
+def garbage(inputs: Inputs, rng: np.random.Generator) -> Inputs:
+    """Inputs of rows that will be rejected: NaN, or larger than any real row."""
+    factor = rng.choice([np.nan, 30.0])
 
-    def enlarge(a: np.ndarray) -> np.ndarray:
+    def spoil(a: np.ndarray) -> np.ndarray:
         is_float = jnp.issubdtype(a.dtype, jnp.floating)
-        return a * np.asarray(GARBAGE, a.dtype) if is_float else a
+        return a * np.asarray(factor, a.dtype) if is_float else a
 
-    return jax.tree.map(enlarge, inputs)
+    return jax.tree.map(spoil, inputs)
 
 
 def check_schedules(op: Operator, *, seeds: Sequence[int], lengths: Sequence[int] = LENGTHS):
