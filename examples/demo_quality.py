@@ -83,18 +83,24 @@ def greedy(directory: Path, prompts: list[list[int]], max_new_tokens: int) -> li
 
 
 def completed_function(tokenizer: Tokenizer, tokens: list[int], header: str) -> str:
-    """Return header and body, cut at end of text or at the first line back in column 0."""
+    """Return header and body, cut where the function ends.
+
+    That is the end of text, or the first line that is indented less than the body's first one. A
+    last line that the token limit cut short is left out.
+    """
     end = tokenizer.token_to_id(demo_corpus.END_OF_TEXT)
-    if end in tokens:
-        tokens = tokens[: tokens.index(end)]
-    text = tokenizer.decode(tokens)
-    body = text[len(header) :].splitlines(keepends=True)
-    kept = []
-    for line in body:
-        if line.strip() and not line.startswith((" ", "\t")):
-            break
+    is_ended = end in tokens
+    text = tokenizer.decode(tokens[: tokens.index(end)] if is_ended else tokens)
+    first, *lines = text[len(header) :].splitlines(keepends=True) or [""]
+    kept, indent = [first], None
+    for line in lines:
+        depth = len(line) - len(line.lstrip())
+        if line.strip():
+            indent = depth if indent is None else indent
+            if depth < max(indent, 1):
+                return header + "".join(kept)
         kept.append(line)
-    return header + "".join(kept)
+    return header + "".join(kept if is_ended else kept[:-1])
 
 
 def parses(code: str) -> bool:

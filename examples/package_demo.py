@@ -30,17 +30,18 @@ head.""",
 }
 PHASES = {
     "demo": """\
-Sparse layers see every token for the first {share:.0%} of the time, while the indexer learns the
-attention mass of each group; then they see what it selects, and the MTP head learns from the
-target's own predictions over three self-fed steps.""",
+First, sparse layers see every token, while the indexer learns the attention mass of each group.
+Second, they see what it selects, and the MTP head learns from the target's own predictions over
+three self-fed steps. Third, that loss also reaches the trunk through the hidden rows the head
+reads.""",
     "demo-dense": """\
-The MTP head joins after {share:.0%} of the time and learns from the target's own predictions over
-three self-fed steps.""",
+First, the trunk alone. Second, the MTP head learns from the target's own predictions over three
+self-fed steps. Third, that loss also reaches the trunk through the hidden rows the head reads.""",
 }
 
 
 def model_card(
-    model: str, dataset: Dataset, training: dict[str, Any], quality: dict[str, Any], share: float
+    model: str, dataset: Dataset, training: dict[str, Any], quality: dict[str, Any]
 ) -> str:
     """Return the text of the model's README.md."""
     hf_config = MODELS[model]
@@ -55,12 +56,12 @@ def model_card(
         heldout_name=HELDOUT_NAME,
         steps=training["step"],
         minutes=training["seconds"] / 60,
-        phases=PHASES[model].format(share=share),
+        phases=PHASES[model],
         quality=quality,
     )
 
 
-def package(model: str, trained: Path, dataset: Dataset, destination: Path, share: float) -> None:
+def package(model: str, trained: Path, dataset: Dataset, destination: Path) -> None:
     """Write the folder that ships."""
     destination.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "model.safetensors"):
@@ -69,7 +70,7 @@ def package(model: str, trained: Path, dataset: Dataset, destination: Path, shar
     training, quality = (
         json.loads((trained / name).read_text()) for name in ("training.json", "quality.json")
     )
-    card = model_card(model, dataset, training, quality, share)
+    card = model_card(model, dataset, training, quality)
     (destination / "README.md").write_text(card)
 
 
@@ -79,11 +80,10 @@ def main() -> None:
     parser.add_argument("--model", choices=MECHANISMS, required=True)
     parser.add_argument("--trained", type=Path, required=True, help="weights and their records")
     parser.add_argument("--data", type=Path, default=Path(".carry/demo"), help="prepared corpus")
-    parser.add_argument("--first-phase", type=float, default=0.4, help="its share of the budget")
     arguments = parser.parse_args()
     dataset = Dataset.load(arguments.data)
     destination = DEMOS / arguments.model
-    package(arguments.model, arguments.trained, dataset, destination, arguments.first_phase)
+    package(arguments.model, arguments.trained, dataset, destination)
     VECTORS.mkdir(parents=True, exist_ok=True)
     (VECTORS / HELDOUT_NAME).write_text(dataset.heldout_text)
     size = sum(path.stat().st_size for path in destination.iterdir())

@@ -114,6 +114,8 @@ def test_unigram_entropy_of_equal_frequencies():
         ("\n    return 1\n<|endoftext|>junk", "\n    return 1\n"),
         ("\n    return 1\n\nx = 3\n    y", "\n    return 1\n\n"),
         (" pass\nclass A:", " pass\n"),
+        ("\n        return 1\n\n    def g():\n", "\n        return 1\n\n"),
+        ("\n    x = 1\n    return [1, 2", "\n    x = 1\n"),
     ],
 )
 def test_completion_is_cut_where_the_function_ends(continuation, kept):
