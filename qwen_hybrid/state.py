@@ -118,7 +118,8 @@ class Sequences:
       committed_len: tokens whose rows are final.
       sealed_len: block boundary of the state in `sealed_slot`.
       sealed_slot: state slot the log continues from.
-      next_slot: state slot for the next seal, or -1 to let it wait.
+      next_slot: state slot for the next seal, or -1 to let it wait: possible while all rows since
+        `sealed_len` fit the log and none lies beyond the block after the unsealed one.
       block_table: physical block of each logical block.
     """
 
