@@ -48,7 +48,7 @@ demo: $(RUN)  ## generate text from the model that ships with the repository
 	JAX_PLATFORMS=cpu $(PY) -m serve generate --model demo --echo --temperature 0 --prompt "$$PROMPT"
 
 test: $(DEV)  ## the default suite, on the CPU
-	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OPENBLAS_NUM_THREADS=1 JAX_PLATFORMS=cpu $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-device: $(DEV)  ## adds the tests that need an accelerator
 	$(PY) -m pytest --device $(PYTEST_ARGS)
