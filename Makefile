@@ -18,7 +18,7 @@ export PROMPT ?= def quicksort(xs):
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test test-device lint format bench laws hooks clean
+.PHONY: help setup demo test test-device lint format bench laws mutants hooks clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -69,6 +69,9 @@ bench: $(DEV)  ## run the tests, then time (refuses on red)
 laws: $(DEV)  ## the schedule laws in full, with a log of record, and the cases marked full
 	JAX_PLATFORMS=cpu $(PY) -m pytest -q --full -m full
 	JAX_PLATFORMS=cpu $(PY) -m benchmarks.laws
+
+mutants: $(DEV)  ## deliberate bugs, each of which must make a test fail, with a log of record
+	JAX_PLATFORMS=cpu $(PY) -m tests.mutants.run
 
 clean:  ## remove caches and build outputs, keep .venv
 	rm -rf build dist .pytest_cache .ruff_cache *.egg-info

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gated_delta_net import StateDtype
+from pallas_kernels.rows import write_ring
 from pallas_kernels.struct import build
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.state import (
     EMPTY_STATE_SLOT,
     Call,
     ModelState,
+    Sequences,
     StateConfig,
     apply_seals,
     commit,
@@ -176,8 +178,30 @@ def test_log_and_rings_hold_what_is_needed(block_size, window):
     # A seal due with a window's last row waits for the next one: those rows and the block's.
     assert sc.log_rows >= block_size - 1 + 2 * window
     assert sc.log_rows - (block_size - 1 + 2 * window) < 16
-    for past in (0, 2, 3, 9):
-        assert sc.ring_rows(past) == past + 2 * window - 1
+
+
+@pytest.mark.parametrize(("past", "window"), [(3, 1), (3, 4), (9, 8), (2, 17)])
+def test_a_late_seal_finds_the_tails_of_every_ring(past, window):
+    """The window that passes a boundary and the next one leave the rows before it alone."""
+    sc = dataclasses.replace(ONE, max_window=window, blocks_per_slot=2)
+
+    def write(ring, start, count):
+        numbers = dict.fromkeys(("committed_len", "sealed_len", "sealed_slot"), start)
+        table = jnp.zeros((1, 2), jnp.int32)
+        sequences = Sequences(**numbers, next_slot=start * 0 - 1, block_table=table)
+        call = Call(jnp.zeros(96, jnp.int32), count, count, jnp.zeros(1, bool))
+        rows, _ = plan(call, sequences, sc)
+        return write_ring(ring, rows.position, rows)
+
+    ring, boundary = jnp.full((1, sc.ring_rows(past)), -1, jnp.int32), sc.block_size
+    for start, count in (
+        (0, boundary - 1),
+        (boundary - 1, window),
+        (boundary + window - 1, window),
+    ):
+        ring = jax.jit(write)(ring, jnp.asarray([start]), jnp.asarray([count]))
+    kept = set(np.asarray(ring)[0].tolist())
+    assert kept.issuperset(range(boundary - past, boundary))
 
 
 @pytest.mark.parametrize(

@@ -418,8 +418,9 @@ class Run:
         boundary = (model.rows - 1) // BLOCK * BLOCK
         if one.next_slot > 0:
             assert boundary > model.sealed, "a slot was reserved for a seal that is not due"
-            model.sealed = boundary
+            model.sealed, written = boundary, one.next_slot
             self.scheduler.stored(one, boundary)
+            assert one.sealed_slot == written, "the log goes on from a state that is not its own"
         one.committed_len = model.rows
         assert one.sealed_len == model.sealed
         if item.is_last:

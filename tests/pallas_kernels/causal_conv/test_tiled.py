@@ -91,3 +91,20 @@ def test_neighbour_and_rejected_rows_full_of_nan_change_nothing():
         outs.append(feeder.call(pieces)[1])
     same_bits(np.concatenate(outs), expected)
     same_bits(feeder.finish(1), ring)
+
+
+@pytest.mark.parametrize(("taps", "dilation"), SHAPES)
+def test_widest_window_of_which_one_row_counts(taps, dilation):
+    """The rejected rows reach as far round the ring as any may."""
+    op = _operator(taps, dilation, "float32")
+    x = op.draw(np.random.default_rng(2), 30)
+    expected, ring = Feeder(op).whole_sequence(0, x)
+    feeder = Feeder(op, seed=2)
+    feeder.open(3)
+    outs = [feeder.call({3: Piece(cut(x, 0, 12), commit=12)})[3]]
+    bad = np.full((op.config.max_window - 1, CHANNELS), np.nan, np.float32)
+    for row in range(12, 30):
+        window = joined(cut(x, row, row + 1), bad)
+        outs.append(feeder.call({3: Piece(window, commit=1, certain=1)})[3])
+    same_bits(np.concatenate(outs), expected)
+    same_bits(feeder.finish(3), ring)

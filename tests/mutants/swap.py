@@ -1,0 +1,39 @@
+"""Put a changed function in the place of another, wherever our modules hold it."""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+OURS = ("pallas_kernels", "qwen_hybrid", "cache", "serve", "tests")
+
+
+def swap(
+    patch: pytest.MonkeyPatch, module: ModuleType, name: str, make: Callable[[Any], Any]
+) -> None:
+    """Replace a function by `make(function)` in its module and in those that imported it.
+
+    Raises:
+      AttributeError: the module has no such function: the mutant is out of date.
+    """
+    original = getattr(module, name)
+    changed = make(original)
+    for other in list(sys.modules.values()):
+        if other is None or other.__name__.partition(".")[0] not in OURS:
+            continue
+        for key, value in list(vars(other).items()):
+            if value is original:
+                patch.setattr(other, key, changed)
+
+
+class Shim:
+    """A module with some of its functions replaced."""
+
+    def __init__(self, module: Any, **changed: Any):
+        self._module, self._changed = module, changed
+
+    def __getattr__(self, name: str) -> Any:
+        changed = self.__dict__["_changed"]
+        return changed[name] if name in changed else getattr(self.__dict__["_module"], name)
