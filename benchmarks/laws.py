@@ -1,6 +1,6 @@
 """The laws in full: random schedules, scores and a second process beside golden solo runs.
 
-    python -m benchmarks.laws [--schedules 200] [--models demo demo-dense] [--dtypes ...]
+    python -m benchmarks.laws [--schedules 50] [--models demo demo-dense] [--dtypes ...]
 
 Prints a table and writes benchmarks/results/laws.csv. The exit code is 1 if any bit differs.
 """
@@ -15,12 +15,11 @@ import time
 from pathlib import Path
 
 from benchmarks.run import RESULTS, processor, revision
+from serve.model_path import PACKAGED_MODELS
 from tests.laws.law_run import (
     DTYPES,
-    STAND_INS,
     TINY,
     LawRun,
-    Programs,
     Report,
     run_laws,
     setting_of,
@@ -64,7 +63,7 @@ def rows_of(model: str, dtype: str, num_schedules: int, folder: Path) -> list[di
         rows.append(row)
 
     setting = setting_of(model, dtype, folder)
-    run = run_laws(setting, num_schedules=num_schedules, programs=Programs.SEPARATE)
+    run = run_laws(setting, num_schedules=num_schedules)
     add(run.schedules)
     add(run.scores)
     add(second_process(run, model, dtype, folder))
@@ -75,8 +74,10 @@ def rows_of(model: str, dtype: str, num_schedules: int, folder: Path) -> list[di
 def main() -> int:
     """Run every model in every dtype; exit code 1 on a difference."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schedules", type=int, default=200)
-    parser.add_argument("--models", nargs="+", default=list(STAND_INS), choices=[*STAND_INS, *TINY])
+    parser.add_argument("--schedules", type=int, default=50, help="of each model in each dtype")
+    parser.add_argument(
+        "--models", nargs="+", default=PACKAGED_MODELS, choices=[*PACKAGED_MODELS, *TINY]
+    )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--output", type=Path, default=RESULTS / "laws.csv")
     arguments = parser.parse_args()

@@ -1,18 +1,15 @@
 """One run of the laws over one model: golden outcomes, schedules, scores, the first difference."""
 
-import contextlib
 import dataclasses
-import enum
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from qwen_hybrid.config import HybridConfig
-from serve.model_path import PACKAGED_MODELS, resolve_model_path
+from serve.model_path import resolve_model_path
 from tests import tiny_models
 from tests.laws.schedules import (
-    MAX_PROMPT,
     Case,
     Happened,
     Outcome,
@@ -21,33 +18,19 @@ from tests.laws.schedules import (
     golden_outcomes,
     make_cases,
     make_schedule,
-    one_program,
-    run_alone,
     scored,
 )
-from tests.vector_configs import hf_config
 
 DTYPES = ("float32", "bfloat16")
-# Until the packaged models are there: the same mechanisms with random weights.
-STAND_INS = {"demo": "q4_all", "demo-dense": "q35_dense"}
 # Two layers each, to be compiled in seconds: what mutants are run against.
 TINY = {"tiny-q4": "q4_all", "tiny-dense": "q35_dense"}
 
 
 def setting_of(model: str, dtype: str, folder: Path) -> Setting:
-    """The model of a name, with random weights where it has no others.
-
-    Args:
-      folder: where directories of random models may be made.
-    """
-    if model in TINY:
-        config = tiny_models.two_layers(TINY[model])
-    elif model in PACKAGED_MODELS:
-        with contextlib.suppress(FileNotFoundError):
-            return Setting(resolve_model_path(model), dtype=dtype)
-        config = hf_config(STAND_INS[model])
-    else:
-        raise ValueError(f"no such model: {model}")
+    """A packaged model, or one of two layers with random weights, made in the folder."""
+    if model not in TINY:
+        return Setting(resolve_model_path(model), dtype=dtype)
+    config = tiny_models.two_layers(TINY[model])
     return Setting(tiny_models.write(folder / model, config), "dummy", dtype)
 
 
@@ -92,31 +75,16 @@ class LawRun:
     happened: Happened
 
 
-class Programs(enum.Enum):
-    """Which compiled programs a run of the laws uses; compilation is most of its time.
+def run_laws(setting: Setting, *, num_schedules: int, num_cases: int = 16) -> LawRun:
+    """Run random schedules of a model beside the same requests alone, then score them.
 
-    SEPARATE: an engine of one slot for the golden runs, and one of four slots with a program for
-      prefill and one for decoding: every row is computed by programs of other shapes.
-    SHARED: one engine with one program for everything.
+    Three programs: the golden engine's, and those of the schedules' engine for prefill and for
+    decoding. All have other shapes.
     """
-
-    SEPARATE = enum.auto()
-    SHARED = enum.auto()
-
-
-def run_laws(
-    setting: Setting, *, num_schedules: int, num_cases: int = 16, programs: Programs
-) -> LawRun:
-    """Run random schedules of a model beside the same requests alone, then score them."""
     vocab_size = HybridConfig.from_directory(setting.directory).vocab_size
     cases = make_cases(np.random.default_rng(11), vocab_size, num_cases)
-    if programs is Programs.SHARED:
-        with one_program():
-            runner = ScheduleRunner(setting, prefill_rows=MAX_PROMPT)
-        golden = [run_alone(runner.engine, case) for case in cases]
-    else:
-        golden = golden_outcomes(setting, cases)
-        runner = ScheduleRunner(setting)
+    golden = golden_outcomes(setting, cases)
+    runner = ScheduleRunner(setting)
     schedules, scores = Report("L2 L3"), Report("L6")
     run = LawRun(cases, golden, schedules, scores, Happened())
     with runner.engine:
@@ -134,7 +102,7 @@ def _schedules(
     run: LawRun, runner: ScheduleRunner, num_schedules: int
 ) -> Iterator[tuple[str, Happened]]:
     for seed in range(num_schedules):
-        schedule = make_schedule(seed, len(run.cases))
+        schedule = make_schedule(seed, run.cases)
         outcomes, happened = runner.run(schedule, run.cases)
         run.happened.add(happened)
         run.schedules.schedules += 1

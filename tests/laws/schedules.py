@@ -28,6 +28,7 @@ CHUNKS = (1, 17, 63, 64, 65, 100)
 # Longer than one span of attention.
 CONTEXT = 384
 MAX_PROMPT = 270
+MAX_BY_ROW = 65
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def make_cases(rng: np.random.Generator, vocab_size: int, count: int) -> list[Ca
         size = int(lengths[index % len(lengths)])
         params: dict[str, Any] = {
             # Some decode through a whole block.
-            "max_new_tokens": 70 if index % 5 == 4 else int(rng.integers(1, 24)),
+            "max_new_tokens": 70 if index % 8 == 5 else int(rng.integers(1, 16)),
             "sampling_seed": int(rng.integers(0, 1 << 62)),
             "ignore_eos": True,
             "temperature": float(rng.choice([0.0, 0.6, 1.0, 1.5])),
@@ -200,13 +201,16 @@ class Schedule:
         return lambda remaining: int(rng.integers(1, remaining + 1))
 
 
-def make_schedule(seed: int, num_cases: int) -> Schedule:
+def make_schedule(seed: int, cases: list[Case]) -> Schedule:
     """A random schedule; chunk sizes take turns so that all of them occur."""
     rng = np.random.default_rng(seed)
-    size = int(rng.integers(2, 9))
-    chosen = tuple(int(i) for i in rng.choice(num_cases, min(size, num_cases), replace=False))
-    arrivals = tuple(sorted(int(i) for i in rng.integers(0, 40, len(chosen))))
     chunk = (*CHUNKS, 0)[seed % (len(CHUNKS) + 1)]
+    # A long prompt that is fed row by row takes as many steps as all other schedules.
+    longest = MAX_BY_ROW if chunk == 1 else MAX_PROMPT
+    fitting = [i for i, case in enumerate(cases) if len(case.prompt) <= longest]
+    size = min(int(rng.integers(2, 7)), len(fitting))
+    chosen = tuple(int(i) for i in rng.choice(fitting, size, replace=False))
+    arrivals = tuple(sorted(int(i) for i in rng.integers(0, 25, len(chosen))))
     return Schedule(chosen, arrivals, chunk, bool(seed % 3 == 0), seed)
 
 
@@ -262,8 +266,8 @@ class ScheduleRunner:
     """An engine of several slots that runs schedules one after another, over what earlier ones
     left in its pools."""
 
-    def __init__(self, setting: Setting, *, prefill_rows: int = 128):
-        self.engine = setting.engine(max_running_requests=4, chunked_prefill_size=prefill_rows)
+    def __init__(self, setting: Setting):
+        self.engine = setting.engine(max_running_requests=4, chunked_prefill_size=128)
         self._run = self.engine._runner.run
         self.engine._runner.run = self._observed  # type: ignore[method-assign]
         self._happened, self._poison = Happened(), None
@@ -292,7 +296,7 @@ class ScheduleRunner:
         requests = [request_of(engine, cases[i]) for i in schedule.cases]
         self._poison = None
         if schedule.is_poisoned:
-            poisoned = Case([1] * 70, {"max_new_tokens": 90, "ignore_eos": True})
+            poisoned = Case([1] * 70, {"max_new_tokens": 40, "ignore_eos": True})
             self._poison = request_of(engine, poisoned)
             engine.scheduler.add(self._poison)
         waiting, at = list(zip(schedule.arrivals, requests, strict=True)), 0
@@ -303,6 +307,7 @@ class ScheduleRunner:
                 engine.step()
             at += 1
         engine.scheduler.check_integrity()
+        engine.scheduler.chunk_len = lambda remaining: remaining
         self._happened.num_seals = sum(
             (request.committed_len - 1) // engine.engine_config.block_size for request in requests
         )
