@@ -14,7 +14,8 @@ RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
 
 # Exported, so that a prompt may hold any character that the shell minds.
-export PROMPT ?= def quicksort(xs):
+PROMPT ?= def quicksort(xs):
+override export PROMPT := $(value PROMPT)
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 

@@ -1,7 +1,9 @@
 """The Python API: texts or ids in, result dicts out."""
 
+import concurrent.futures
 import dataclasses
 import logging
+import numbers
 import secrets
 import time
 import uuid
@@ -93,6 +95,7 @@ class Engine:
             )
         )
         self.context_length = longest_text(self.engine_config, self.model_config)
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "engine-step")
         self._is_open = True
 
     def __enter__(self) -> "Engine":
@@ -110,6 +113,7 @@ class Engine:
         """Release the device memory; may be called twice."""
         if self._is_open:
             self._is_open = False
+            self._worker.shutdown()
             del self._runner
 
     def generate(
@@ -226,6 +230,8 @@ class Engine:
     def _encode(self, text: Any) -> list[int]:
         if not isinstance(text, str):
             raise ValueError(f"prompt must be a string, got {text!r}")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError("prompt must be Unicode text, got bytes that are not UTF-8")
         assert self.tokenizer is not None
         return self.tokenizer.encode(text)
 
@@ -300,8 +306,25 @@ class Engine:
             self._abandon([request])
 
     def step(self) -> None:
-        """Run one step and hand out what it gave; finished requests are released."""
+        """Run one step and hand out what it gave; finished requests are released.
+
+        Raises:
+          KeyboardInterrupt: only once the step has ended. It runs in a thread of its own, since an
+            interrupt between giving the state to the device and taking it back would lose it.
+        """
         self._require_open()
+        future = self._worker.submit(self._run_step)
+        interrupt: KeyboardInterrupt | None = None
+        while not future.done():
+            try:
+                concurrent.futures.wait([future])
+            except KeyboardInterrupt as error:
+                interrupt = error
+        future.result()
+        if interrupt is not None:
+            raise interrupt
+
+    def _run_step(self) -> None:
         work = self.scheduler.plan()
         if not work:
             raise RuntimeError("no request can advance although some are unfinished")
@@ -373,7 +396,7 @@ def _as_ids(ids: Any) -> list[Any]:
 
 
 def _is_int(value: Any) -> bool:
-    return hasattr(type(value), "__index__") and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _broadcast(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
@@ -409,6 +432,11 @@ def _use_compilation_cache(chosen: str | Path | None) -> None:
     if chosen is None or (chosen == AUTO and configured):
         return
     directory = DEFAULT_CACHE if chosen == AUTO else Path(chosen)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"compilation_cache_dir {directory} cannot be made ({error}); None keeps no programs"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -22,6 +22,9 @@ from serve.scheduler import Work
 
 _log = logging.getLogger(__name__)
 
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+MAX_TOP_K = int(np.iinfo(np.int32).max)
+
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
@@ -221,7 +224,8 @@ class _SamplingArrays:
         """Take over a request's parameters."""
         arrays: Any = self.arrays
         params, slot, seed = request.params, request.slot, request.seed % (1 << 64)
-        arrays.temperature[slot] = params.temperature
-        arrays.top_k[slot] = max(params.top_k, 0)
+        arrays.temperature[slot] = min(params.temperature, MAX_TEMPERATURE)
+        # Beyond the vocabulary, top-k keeps all.
+        arrays.top_k[slot] = min(max(params.top_k, 0), MAX_TOP_K)
         arrays.top_p[slot], arrays.min_p[slot] = params.top_p, params.min_p
         arrays.seed[slot] = seed >> 32, seed & 0xFFFFFFFF

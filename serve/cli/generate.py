@@ -142,10 +142,8 @@ def _write(out: TextIO, text: str):
 
 def _summary(info: Mapping[str, Any], *, start_s: float, first_text_s: float) -> str:
     """Return one line about the run."""
-    end_s = time.monotonic()
-    num_tokens = info["completion_tokens"]
-    rate = (num_tokens - 1) / max(end_s - first_text_s, 1e-9)
-    speed = f", then {rate:.1f} tokens/s" if num_tokens > 1 else ""
+    num_tokens, rate = info["completion_tokens"], info.get("decode_throughput")
+    speed = f", then {rate:.1f} tokens/s" if rate else ""
     return (
         f"[{info['prompt_tokens']} + {num_tokens} tokens, ended by "
         f"{(info['finish_reason'] or {}).get('type')}, first text after "

@@ -85,8 +85,8 @@ def make_cases(rng: np.random.Generator, vocab_size: int, count: int) -> list[Ca
     for index in range(count):
         size = int(lengths[index % len(lengths)])
         params: dict[str, Any] = {
-            # Some decode through a whole block.
-            "max_new_tokens": 70 if index % 8 == 5 else int(rng.integers(1, 16)),
+            # One decodes through a whole block.
+            "max_new_tokens": 70 if index % 16 == 5 else int(rng.integers(1, 16)),
             "sampling_seed": int(rng.integers(0, 1 << 62)),
             "ignore_eos": True,
             "temperature": float(rng.choice([0.0, 0.6, 1.0, 1.5])),
@@ -296,7 +296,7 @@ class ScheduleRunner:
         requests = [request_of(engine, cases[i]) for i in schedule.cases]
         self._poison = None
         if schedule.is_poisoned:
-            poisoned = Case([1] * 70, {"max_new_tokens": 40, "ignore_eos": True})
+            poisoned = Case([1] * 70, {"max_new_tokens": 25, "ignore_eos": True})
             self._poison = request_of(engine, poisoned)
             engine.scheduler.add(self._poison)
         waiting, at = list(zip(schedule.arrivals, requests, strict=True)), 0
