@@ -6,6 +6,8 @@ another of the same engine, or with what was asked for.
 
 import dataclasses
 import math
+import signal
+import threading
 from typing import Any
 
 import numpy as np
@@ -486,6 +488,43 @@ def test_an_interrupt_leaves_the_engine_usable(engine, monkeypatch):
         engine.generate(TEXTS, greedy(8))
     assert engine.scheduler.is_idle
     assert len(engine.generate(TEXTS[0], greedy(8))["output_ids"]) == 8
+
+
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(),
+    reason="signals reach the main thread only",
+)
+def test_ctrl_c_while_the_device_holds_the_state_leaves_the_engine_usable(engine, monkeypatch):
+    expected = engine.generate(TEXTS, greedy(8))
+    run = engine._runner.run
+
+    def interrupted(work):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return run(work)
+
+    for _ in range(5):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine._runner, "run", interrupted)
+            engine.generate(TEXTS, greedy(8))
+        assert engine.scheduler.is_idle
+        engine.scheduler.check_integrity()
+    again = engine.generate(TEXTS, greedy(8))
+    assert [r["output_ids"] for r in again] == [r["output_ids"] for r in expected]
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all(engine):
+    params = {"max_new_tokens": 8, "sampling_seed": 3}
+    plain = engine.generate(TEXTS[0], params)
+    assert (
+        engine.generate(TEXTS[0], params | {"top_k": 1 << 40})["output_ids"] == plain["output_ids"]
+    )
+
+
+def test_rows_of_an_array_are_a_batch(engine):
+    ids = np.asarray([[1, 2, 3], [4, 5, 6]])
+    as_lists = engine.generate(input_ids=ids.tolist(), sampling_params=greedy(4))
+    as_array = engine.generate(input_ids=ids, sampling_params=greedy(4))
+    assert [r["output_ids"] for r in as_array] == [r["output_ids"] for r in as_lists]
 
 
 def test_an_exception_in_a_stream_gives_everything_back(engine, monkeypatch):
