@@ -27,7 +27,7 @@ class Numerics:
       tensor_parallel_size: devices a product is cut over.
       kernel_revision: counts changes of arithmetic.
       jax, jaxlib, compiler_options: what compiles it.
-      device: compute capability of the GPU, or the CPU's model and instruction sets.
+      device: compute capability of the GPU, or the CPU's vector instruction sets.
     """
 
     activation_dtype: str
