@@ -490,10 +490,19 @@ def test_an_interrupt_leaves_the_engine_usable(engine, monkeypatch):
     assert len(engine.generate(TEXTS[0], greedy(8))["output_ids"]) == 8
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """Python's own handler, which is missing where the run was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(),
     reason="signals reach the main thread only",
 )
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_ctrl_c_while_the_device_holds_the_state_leaves_the_engine_usable(engine, monkeypatch):
     expected = engine.generate(TEXTS, greedy(8))
     run = engine._runner.run
