@@ -1,0 +1,36 @@
+"""One small engine for every test of a module, which must end idle."""
+
+import pytest
+
+from tests import tiny_models
+from tests.serve.engines import start
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    config = tiny_models.two_layers("q35_dense")
+    return tiny_models.write_with_tokenizer(tmp_path_factory.mktemp("model"), config)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(directory):
+    with start(directory) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine):
+    yield shared_engine
+    assert shared_engine.scheduler.is_idle, "a request stayed behind"
+    shared_engine.scheduler.check_integrity()
+
+
+@pytest.fixture
+def no_steps(engine, monkeypatch):
+    """The engine, failing at any device work."""
+
+    def run(work):
+        raise AssertionError("device work for a request that is refused")
+
+    monkeypatch.setattr(engine._runner, "run", run)
+    return engine

@@ -1,0 +1,33 @@
+"""The engine that the tests of `serve` share, and what they ask of it."""
+
+from typing import Any
+
+from serve import Engine
+
+SLOTS = 3
+CONTEXT = 200
+TEXTS = ["def quicksort(xs):\n", "naïve façade", "日本語のテキスト"]
+
+
+def greedy(count: int, **more) -> dict:
+    """Parameters of a run whose length is known."""
+    return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **more}
+
+
+def sampled(count: int, **more) -> dict:
+    """Parameters of a drawn run whose length is known."""
+    return {"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True, **more}
+
+
+def start(directory, **arguments) -> Any:
+    """An engine whose every step is one program of 16 rows; the second start finds it compiled."""
+    return Engine(
+        directory,
+        compilation_cache_dir=directory / "compiled",
+        load_format="dummy",
+        dtype="float32",
+        max_running_requests=SLOTS,
+        chunked_prefill_size=13,
+        context_length=CONTEXT,
+        **arguments,
+    )
