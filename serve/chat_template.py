@@ -21,6 +21,14 @@ import jinja2.utils
 # What a message's reasoning is called by different senders; templates read the first.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
+# What a template may do wrong with the messages it is given, beside raising an error of its own.
+TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+# What `render` itself gives to a template.
+RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
+
+_PLAIN_SCALARS: Mapping[type, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
+
 MEDIA_TYPES = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 
 
@@ -142,30 +150,72 @@ class ChatTemplate:
             variables: further names for the template, such as `enable_thinking`.
 
         Raises:
-            ValueError: no messages, media in a message, or the template refuses them.
+            ValueError: no messages, one that is none or holds media (the index is named), or the
+                template refuses them.
         """
-        if not messages:
-            raise ValueError("a chat needs at least one message")
         template = self.templates["default"]
         if tools is not None:
             template = self.templates.get("tool_use", template)
+        # All of it is checked before the template sees any of it.
+        names = {
+            **self.special_tokens,
+            **_variables(variables or {}),
+            "messages": _messages(messages),
+            "tools": _tools(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return template.render(
-                messages=[_message(message) for message in messages],
-                tools=_plain(tools),
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **_plain(variables or {})},
-            )
+            return template.render(names)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template: {error.message}") from error
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages as templates expect them, or raise naming the index of a bad one."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(f"a chat must be a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise ValueError("a chat needs at least one message")
+    checked = []
+    for index, message in enumerate(messages):
+        try:
+            checked.append(_message(message))
+        except ValueError as error:
+            raise ValueError(f"message {index}: {error}") from error
+    return checked
+
+
+def _tools(tools: Any) -> Any:
+    """Return the tools as plain data, or raise naming the index of one that is no JSON object."""
+    if tools is None:
+        return None
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        raise ValueError(f"tools must be a list of JSON schemas, got {type(tools).__name__}")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise ValueError(f"tool {index} must be a JSON schema, got {type(tool).__name__}")
+    return _plain(tools)
+
+
+def _variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the caller's variables as plain data; they replace special tokens, nothing else."""
+    taken = [name for name in RESERVED_NAMES if name in variables]
+    if taken:
+        raise ValueError(f"chat template variables must not be called {taken[0]!r}")
+    return _plain(variables)
+
+
+def _message(message: Any) -> dict[str, Any]:
     """Return a message as templates expect it: no absent keys, reasoning under its usual names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a chat message must be a dict, got {type(message).__name__}")
-    _refuse_media(message.get("content"))
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"a chat message needs a role, got {role!r}")
+    _check_content(message.get("content"))
     plain = {key: value for key, value in _plain(message).items() if value is not None}
     for name in REASONING_NAMES:
         if name in plain:
@@ -173,13 +223,19 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _refuse_media(content: Any):
-    """Raise if one part of a message's content is not text."""
-    for part in content if isinstance(content, list | tuple) else ():
+def _check_content(content: Any):
+    """Raise if a message's content is neither text nor parts, or if one part is not text."""
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"content must be a string or a list of parts, got {content!r}")
+    for part in content:
         if isinstance(part, Mapping):
             named = [name for name in MEDIA_TYPES if part.get("type") == name or name in part]
             if named:
                 raise ValueError(f"{named[0]} input is not supported: this engine is text only")
+        elif not isinstance(part, str):
+            raise ValueError(f"a part of content must be a dict or a string, got {part!r}")
 
 
 def _plain(value: Any) -> Any:
@@ -187,7 +243,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_plain(item) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
+        return (list if isinstance(value, list) else tuple)(_plain(item) for item in value)
+    if value is None or isinstance(value, bool):
         return value
+    # A subclass of these, an enum for one, has methods of its own: its plain value has none.
+    for scalar, plain in _PLAIN_SCALARS.items():
+        if isinstance(value, scalar):
+            return plain(value)
     raise ValueError(f"a chat template takes JSON values only, got {type(value).__name__}")

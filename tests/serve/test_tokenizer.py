@@ -109,86 +109,6 @@ def test_ends_are_the_union_of_both_files(tmp_path, config, generation, expected
     assert Tokenizer.from_directory(tmp_path).eos_token_ids == expected
 
 
-CHATS = [
-    [{"role": "user", "content": "hi"}],
-    [
-        {"role": "system", "content": "<b>&'\""},
-        {"role": "skip", "content": "never shown"},
-        {"role": "user", "content": [{"type": "text", "text": "part"}], "name": None},
-        {"role": "assistant", "content": "a", "reasoning": "because"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"name": "f", "arguments": {"x": "<1 & 2>", "y": [1.5, None, "ü"]}}],
-        },
-        {"role": "tool", "content": "4"},
-    ],
-]
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "a < b & 'c'"}}]
-
-
-@pytest.mark.parametrize("messages", CHATS)
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"eos_token": "X"}])
-@pytest.mark.parametrize("prompt", [True, False])
-def test_chat_template_matches_transformers(ours, theirs, messages, tools, variables, prompt):
-    expected = theirs.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **variables
-    )
-    text = ours.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=prompt, **variables
-    )
-    assert text == expected
-
-
-def test_template_may_stand_in_the_settings(tmp_path, ours):
-    other = Tokenizer.from_directory(tokenizer_files.write(tmp_path, template_file=False))
-    assert other.apply_chat_template(CHATS[1]) == ours.apply_chat_template(CHATS[1])
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "a chat needs at least one message"),
-        ([{"role": "judge", "content": "x"}], "the chat template: no such role: judge"),
-        (["hi"], "a chat message must be a dict, got str"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            "image_url input is not supported: this engine is text only",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "video", "video": "x"}]}],
-            "video input is not supported: this engine is text only",
-        ),
-        (
-            [{"role": "user", "content": object()}],
-            "a chat template takes JSON values only, got object",
-        ),
-    ],
-)
-def test_bad_chats(ours, messages, message):
-    with pytest.raises(ValueError) as error:
-        ours.apply_chat_template(messages)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ ''.__class__.__mro__ }}", "the chat template: access to attribute '__class__'"),
-        ("{% set ns = namespace(_x=1) %}", "the chat template: namespaces take no private names"),
-        ("{{ messages.append(1) }}", "the chat template: "),
-    ],
-)
-def test_templates_are_fenced_in(tmp_path, template, message):
-    tokenizer_files.write(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = Tokenizer.from_directory(tmp_path)
-    with pytest.raises(ValueError) as error:
-        tokenizer.apply_chat_template(CHATS[0])
-    assert str(error.value).startswith(message)
-
-
 def test_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer.json in"):
         Tokenizer.from_directory(tmp_path)
@@ -198,7 +118,7 @@ def test_bad_files(tmp_path):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="this model has no chat template"):
-        Tokenizer.from_directory(tmp_path).apply_chat_template(CHATS[0])
+        Tokenizer.from_directory(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}])
     (tmp_path / "generation_config.json").write_text("[1]")
     with pytest.raises(ValueError, match="generation_config.json must hold an object, got list"):
         Tokenizer.from_directory(tmp_path)
