@@ -3,6 +3,7 @@
 import io
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 WIDTH = 30
@@ -11,13 +12,14 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class ProgressBar:
-    """Shows bytes done of a known total on one line of a stream.
+    """Shows how much of a known total is done, on one line of a stream.
 
     Args:
         label: what is being done.
-        total: bytes at the end.
+        total: what will be done at the end, in bytes unless `show` says otherwise.
         is_shown: False keeps it silent; None shows it if the stream is a terminal.
         stream: where to write; standard error if None.
+        show: an amount as text.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class ProgressBar:
         *,
         is_shown: bool | None = None,
         stream: TextIO | io.TextIOBase | None = None,
+        show: Callable[[int], str] | None = None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._is_shown = self._stream.isatty() if is_shown is None else is_shown
@@ -34,6 +37,7 @@ class ProgressBar:
         self._total = total
         self._done = 0
         self._drawn_at = 0.0
+        self._show = readable_bytes if show is None else show
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -44,9 +48,9 @@ class ProgressBar:
             self._stream.write("\n")
             self._stream.flush()
 
-    def advance(self, num_bytes: int) -> None:
-        """Count bytes as done."""
-        self._done += num_bytes
+    def advance(self, amount: int) -> None:
+        """Count an amount as done."""
+        self._done += amount
         if self._is_shown and time.monotonic() - self._drawn_at > REDRAW_S:
             self._draw()
 
@@ -54,7 +58,7 @@ class ProgressBar:
         self._drawn_at = time.monotonic()
         filled = WIDTH * self._done // max(self._total, 1)
         bar = "#" * filled + "." * (WIDTH - filled)
-        done, total = readable_bytes(self._done), readable_bytes(self._total)
+        done, total = self._show(self._done), self._show(self._total)
         self._stream.write(f"\r{self._label} [{bar}] {done} of {total}")
         self._stream.flush()
 
