@@ -3,6 +3,9 @@
 from pallas_kernels.gated_delta_net import StateDtype as StateDtype
 from pallas_kernels.sampling import Sampling as Sampling
 from qwen_hybrid.config import HybridConfig as HybridConfig
+from qwen_hybrid.convert import Conversion as Conversion
+from qwen_hybrid.convert import Format as Format
+from qwen_hybrid.convert import convert_checkpoint as convert_checkpoint
 from qwen_hybrid.dspark_config import DSparkConfig as DSparkConfig
 from qwen_hybrid.model import HybridModel as HybridModel
 from qwen_hybrid.model import SequenceOutput as SequenceOutput
@@ -18,6 +21,8 @@ from qwen_hybrid.state import state_spec as state_spec
 from qwen_hybrid.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from qwen_hybrid.step import Chosen as Chosen
 from qwen_hybrid.step import Reads as Reads
+from qwen_hybrid.step import SlotParameters as SlotParameters
+from qwen_hybrid.step import Wanted as Wanted
 from qwen_hybrid.step import logits as logits
 from qwen_hybrid.weights import Checkpoint as Checkpoint
 from qwen_hybrid.weights import CheckpointError as CheckpointError

@@ -43,6 +43,25 @@ def some_names(names: Iterable[str]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class TensorHeader:
+    """What a safetensors file says of a tensor: its name, dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        return self.size * ITEM_SIZES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
 class TensorEntry:
     """Where one tensor lies.
 
@@ -69,6 +88,11 @@ class TensorEntry:
     def num_bytes(self) -> int:
         """Bytes on disk."""
         return self.size * ITEM_SIZES[self.dtype]
+
+    @property
+    def header(self) -> TensorHeader:
+        """The entry without its place."""
+        return TensorHeader(self.name, self.dtype, self.shape)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)} in {self.path}"
@@ -226,6 +250,12 @@ class TensorReader:
         values = np.empty(entry.size, PLAIN_DTYPES[entry.dtype])
         self.read(entry, values)
         return values.reshape(entry.shape)
+
+    def raw(self, entry: TensorEntry) -> np.ndarray:
+        """Return the tensor's bytes, of any dtype."""
+        values = np.empty(entry.num_bytes, np.uint8)
+        self._read_bytes(entry, entry.start, values)
+        return values
 
     def _read_bytes(self, entry: TensorEntry, start: int, into: np.ndarray) -> None:
         try:

@@ -1,7 +1,8 @@
-"""Writer of Hugging Face directories that transformers and this package load."""
+"""Writers of Hugging Face directories that transformers and this package load."""
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from qwen_hybrid.checkpoint_files import INDEX_SUFFIX, SINGLE_FILE
+from qwen_hybrid.checkpoint_files import (
+    INDEX_SUFFIX,
+    ITEM_SIZES,
+    SINGLE_FILE,
+    TensorHeader,
+)
 from qwen_hybrid.checkpoint_names import (
     HEAD,
     MTP_PREFIX,
@@ -75,6 +81,20 @@ def _write_files(directory: Path, groups: Iterator[dict[str, np.ndarray]]) -> No
         total_size += sum(values.nbytes for values in tensors.values())
         paths.append(directory / f"part-{len(paths)}.safetensors")
         safetensors.numpy.save_file(tensors, paths[-1], metadata={"format": "pt"})
+    _name_files(directory, paths, numbers, total_size)
+
+
+def _name_files(
+    directory: Path, paths: list[Path], numbers: Mapping[str, int], total_size: int
+) -> None:
+    """Give finished files their names, and the index if there are several.
+
+    Args:
+        directory: where they belong.
+        paths: where they are.
+        numbers: for each tensor, which of them holds it.
+        total_size: bytes of all tensors.
+    """
     if len(paths) == 1:
         paths[0].rename(directory / SINGLE_FILE)
         return
@@ -84,6 +104,102 @@ def _write_files(directory: Path, groups: Iterator[dict[str, np.ndarray]]) -> No
     weight_map = {name: names[number] for name, number in numbers.items()}
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     _write_json(directory / f"model{INDEX_SUFFIX}", index)
+
+
+class FileWriter:
+    """Writes known tensors, one at a time and in any order, into as few files as allowed.
+
+    The files get their names in `finish`; until then nothing takes them for weights. Close it
+    after use.
+    """
+
+    def __init__(self, directory: Path, headers: Iterable[TensorHeader], max_bytes: int) -> None:
+        """Open the files and write their headers.
+
+        Args:
+            directory: where they belong.
+            headers: the tensors, in the order in which files are filled.
+            max_bytes: a file is closed before it would exceed this.
+        """
+        self._directory = directory
+        self._places: dict[str, tuple[int, int, int]] = {}
+        self._unwritten: set[str] = set()
+        self._total_size = 0
+        self._stack = contextlib.ExitStack()
+        self._paths: list[Path] = []
+        self._files = []
+        for group in _fill_files(headers, max_bytes):
+            self._paths.append(directory / f"part-{len(self._paths)}.unfinished")
+            self._files.append(self._stack.enter_context(self._paths[-1].open("wb")))
+            self._start_file(group)
+
+    def __enter__(self) -> "FileWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start_file(self, group: list[TensorHeader]) -> None:
+        """Write the header of the newest file and note where its tensors go."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        # Wider elements first, so that every tensor is aligned to its own.
+        for tensor in sorted(group, key=lambda tensor: -ITEM_SIZES[tensor.dtype]):
+            end = at + tensor.num_bytes
+            entries[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [at, end],
+            }
+            self._places[tensor.name] = (len(self._files) - 1, at, tensor.num_bytes)
+            at = end
+        head = json.dumps(entries).encode()
+        head += b" " * (-len(head) % 8)
+        self._files[-1].write(len(head).to_bytes(8, "little") + head)
+        for tensor in group:
+            number, at, num_bytes = self._places[tensor.name]
+            self._places[tensor.name] = (number, at + 8 + len(head), num_bytes)
+            self._unwritten.add(tensor.name)
+            self._total_size += num_bytes
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Write the bytes of a tensor, once.
+
+        Raises:
+            ValueError: no such tensor is left to write, or it has another size.
+        """
+        number, at, num_bytes = self._places[name]
+        if name not in self._unwritten or values.nbytes != num_bytes:
+            raise ValueError(f"{name} was written before or is not {num_bytes} bytes")
+        self._unwritten.remove(name)
+        self._files[number].seek(at)
+        self._files[number].write(values.data)
+
+    def finish(self) -> None:
+        """Close the files, give them their names and write the index.
+
+        Raises:
+            ValueError: a tensor was not written.
+        """
+        left = [name for name in self._unwritten if self._places[name][2]]
+        if left:
+            raise ValueError(f"{len(left)} tensors were not written: {left[:5]}")
+        self._stack.close()
+        numbers = {name: number for name, (number, _, _) in self._places.items()}
+        _name_files(self._directory, self._paths, numbers, self._total_size)
+
+
+def _fill_files(headers: Iterable[TensorHeader], max_bytes: int) -> Iterator[list[TensorHeader]]:
+    """Yield the tensors in groups of at most this many bytes; one larger tensor stands alone."""
+    group: list[TensorHeader] = []
+    size = 0
+    for header in headers:
+        if group and size + header.num_bytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(header)
+        size += header.num_bytes
+    yield group
 
 
 def _check_tree(specs: ParamTree, params: ParamTree) -> None:

@@ -28,13 +28,26 @@ def available_bytes() -> int | None:
     if device.platform != "cpu":
         stats = device.memory_stats()
         return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
+    return available_host_bytes()
+
+
+def available_host_bytes() -> int | None:
+    """Return the bytes of main memory that are free; None where that is unknown."""
     limits = [_meminfo_available(), _cgroup_available()]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_fits(needed: int, purpose: str) -> None:
     """Raise a MemoryError with both numbers unless the bytes are free on the default device."""
-    available = available_bytes()
+    _check(needed, available_bytes(), purpose)
+
+
+def check_fits_host(needed: int, purpose: str) -> None:
+    """The same for main memory."""
+    _check(needed, available_host_bytes(), purpose)
+
+
+def _check(needed: int, available: int | None, purpose: str) -> None:
     if available is not None and needed > available:
         raise MemoryError(f"{purpose} needs {needed:,} bytes; {available:,} bytes are available")
 

@@ -29,7 +29,9 @@ PUBLIC = {
         "Checkpoint",
         "CheckpointError",
         "Chosen",
+        "Conversion",
         "DSparkConfig",
+        "Format",
         "HybridConfig",
         "HybridModel",
         "ModelState",
@@ -41,6 +43,7 @@ PUBLIC = {
         "StateConfig",
         "StateDtype",
         "commit",
+        "convert_checkpoint",
         "dummy_params",
         "init_state",
         "inventory",
@@ -50,7 +53,7 @@ PUBLIC = {
         "save_hf",
         "state_spec",
     },
-    "serve": {"Engine", "SamplingParams"},
+    "serve": {"Engine", "EngineDeadError", "SamplingParams", "StepError"},
 }
 
 
