@@ -1,58 +1,65 @@
 """The Python API: texts or ids in, result dicts out."""
 
-import concurrent.futures
+import asyncio
+import contextlib
 import dataclasses
 import logging
-import numbers
-import secrets
-import time
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import tqdm
 
-from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.digest import combined
 from qwen_hybrid.numerics import Numerics, numerics
-from qwen_hybrid.weights import dummy_params, load_checkpoint
+from qwen_hybrid.state import StateConfig
+from serve.core import EngineCore
 from serve.engine_config import EngineConfig, longest_text, resolve
+from serve.errors import EngineDeadError
+from serve.inputs import Batch, Inputs, Wanted, require_bool
+from serve.loading import (
+    AUTO,
+    LOAD_FORMATS,
+    engine_config,
+    load_model,
+    require_same_vocabulary,
+    use_compilation_cache,
+)
+from serve.loop import Call, EngineLoop
 from serve.model_path import resolve_model_path
 from serve.request import Request
 from serve.results import meta_info, visible_ids
-from serve.runner import Runner, StepResult
-from serve.sampling_params import (
-    SamplingParams,
-    as_sampling_params,
-    require_supported,
-    require_vocabulary,
-)
+from serve.runner import Runner
+from serve.sampling_params import SamplingParams
 from serve.scheduler import Capacities, Scheduler
-from serve.tokenizer import IncrementalDetokenizer, Tokenizer
+from serve.streams import AsyncWaiter, PartReader, Result, Waiter
+from serve.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-AUTO = "auto"
-DEFAULT_CACHE = Path.home() / ".cache" / "qwen-hybrid" / "compiled"
-
 Params = SamplingParams | dict[str, Any] | None
-Result = dict[str, Any]
+Prompts = str | Sequence[str] | None
+Ids = Sequence[int] | Sequence[Sequence[int]] | None
+Results = Result | list[Result]
 
 
 class Engine:
-    """Generates text from a model directory.
+    """Generates text from a model directory. Thread-safe.
 
-    One thread at a time may use it. Close it, or use it as a context manager.
+    Close it, or use it as a context manager.
     """
 
     def __init__(
         self,
         model_path: str | Path,
         *,
-        load_format: str = "auto",
+        load_format: str = AUTO,
         skip_tokenizer_init: bool = False,
+        incremental_streaming_output: bool = False,
+        stream_interval: int = 1,
         compilation_cache_dir: str | Path | None = AUTO,
         **capacities: Any,
     ):
@@ -62,6 +69,8 @@ class Engine:
           model_path: `demo`, `demo-dense` or a Hugging Face directory.
           load_format: `auto` reads the weights, `dummy` makes random ones.
           skip_tokenizer_init: ids in, ids out.
+          incremental_streaming_output: the parts of a stream hold only what is new.
+          stream_interval: tokens of a part of a stream, where the request says nothing.
           compilation_cache_dir: where compiled programs are kept for the next start; None keeps
             none, "auto" what JAX is configured for, else `.cache/qwen-hybrid/compiled` at home.
           capacities: fields of `EngineConfig`.
@@ -69,34 +78,39 @@ class Engine:
         Raises:
           FileNotFoundError: no such model. ValueError: a bad argument or checkpoint.
         """
-        if load_format not in ("auto", "dummy"):
+        if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format must be auto or dummy, got {load_format!r}")
-        self.engine_config = _engine_config(capacities)
-        _use_compilation_cache(compilation_cache_dir)
-        directory = resolve_model_path(model_path)
-        self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_directory(directory)
-        self.model_config, params, dtype = _load(directory, load_format, self.engine_config.dtype)
+        require_bool("skip_tokenizer_init", skip_tokenizer_init)
+        require_bool("incremental_streaming_output", incremental_streaming_output)
+        self._is_incremental = incremental_streaming_output
+        self._interval = SamplingParams(stream_interval=stream_interval).stream_interval or 1
+        self.engine_config = engine_config(capacities)
+        use_compilation_cache(compilation_cache_dir)
+        self.model_path = resolve_model_path(model_path)
+        self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_directory(self.model_path)
+        self.model_config, params, dtype = load_model(
+            self.model_path, load_format, self.engine_config.dtype
+        )
+        require_same_vocabulary(self.tokenizer, self.model_config)
         state_config = resolve(self.engine_config, self.model_config, dtype)
         self.numerics: Numerics = numerics(state_config)
         _log.info("numerics %s", self.numerics.describe())
-        self._runner = Runner(
-            self.model_config, params, state_config, self.engine_config.row_buckets
-        )
-        self._runner.warm_up()
-        self.scheduler = Scheduler(
-            Capacities(
-                num_slots=state_config.num_slots,
-                num_blocks=state_config.num_blocks,
-                num_state_slots=state_config.num_state_slots,
-                block_size=state_config.block_size,
-                log_rows=state_config.log_rows,
-                max_rows=self.engine_config.max_rows,
-                prefill_rows=self.engine_config.chunked_prefill_size,
-            )
-        )
+        runner = Runner(self.model_config, params, state_config, self.engine_config.row_buckets)
+        runner.warm_up()
+        scheduler = Scheduler(_capacities(state_config, self.engine_config))
         self.context_length = longest_text(self.engine_config, self.model_config)
-        self._worker = concurrent.futures.ThreadPoolExecutor(1, "engine-step")
-        self._is_open = True
+        eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
+        self.inputs = Inputs(
+            tokenizer=self.tokenizer,
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=tuple(eos),
+            context_length=self.context_length,
+            require_room=scheduler.require_room,
+        )
+        self.core = EngineCore(scheduler, runner)
+        self.loop = EngineLoop(self.core)
+        # The thread holds the loop and the core, not the engine: dropping that ends the thread.
+        self._close = weakref.finalize(self, _close, self.loop, self.core)
 
     def __enter__(self) -> "Engine":
         return self
@@ -110,23 +124,23 @@ class Engine:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Release the device memory; may be called twice."""
-        if self._is_open:
-            self._is_open = False
-            self._worker.shutdown()
-            del self._runner
+        """End every request with an EngineDeadError, the step thread, and release the device
+        memory; may be called twice."""
+        self._close()
 
     def generate(
         self,
-        prompt: str | Sequence[str] | None = None,
+        prompt: Prompts = None,
         sampling_params: Params | Sequence[Params] = None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        input_ids: Ids = None,
         *,
         return_logprob: bool = False,
         return_state_digest: bool = False,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
-    ) -> Result | list[Result] | Iterator[Result]:
+        on_error: str = "raise",
+        progress: bool = False,
+    ) -> Results | Iterator[Result]:
         """Complete one prompt or a list of them.
 
         Args:
@@ -135,235 +149,249 @@ class Engine:
           sampling_params: one for all, or a list as long as the batch.
           return_logprob: log-probabilities of the output, of the raw float32 logits.
           return_state_digest: a digest of the committed state of each request at its end.
-          stream: return an iterator of cumulative results of one prompt.
-          rid: request ids; drawn if not given.
+          stream: return an iterator of results so far; those of several requests have `index`.
+          rid: request ids; drawn if not given. Sample i of n > 1 is named `rid-i`.
+          on_error: `raise`, or `return` an {"error": ...} in the place of each prompt that fails.
+          progress: show a progress bar, on a terminal.
 
         Returns:
-          A result dict for one prompt, a list in input order for a list.
+          A result dict for one prompt; a list in input order for a list, or for n > 1, the samples
+          of a prompt side by side.
 
         Raises:
           ValueError: bad input, before any device work; for a batch it names the index.
+          StepError: a step failed. EngineDeadError: the engine did.
+          RuntimeError: called inside a running event loop.
         """
-        requests, is_batch = self.requests(prompt, sampling_params, input_ids, rid)
-        for request in requests:
-            request.return_logprob = return_logprob
-            request.return_state_digest = return_state_digest
+        wanted = Wanted(return_logprob=return_logprob, return_state_digest=return_state_digest)
+        batch = self._read(
+            (prompt, sampling_params, input_ids), rid=rid, wanted=wanted, on_error=on_error
+        )
+        _refuse_event_loop()
+        for name, value in (("stream", stream), ("progress", progress)):
+            require_bool(name, value)
         if stream:
-            if is_batch:
-                raise ValueError("stream=True takes one prompt, got a list")
-            return self._stream(requests[0])
-        self._run(requests)
-        results = [self._result(request) for request in requests]
-        return results if is_batch else results[0]
+            return self._stream(batch)
+        self._run(batch, progress=progress)
+        return self._results(batch)
 
-    def score(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> Result | list[Result]:
+    async def async_generate(
+        self,
+        prompt: Prompts = None,
+        sampling_params: Params | Sequence[Params] = None,
+        input_ids: Ids = None,
+        *,
+        return_logprob: bool = False,
+        return_state_digest: bool = False,
+        stream: bool = False,
+        rid: str | Sequence[str] | None = None,
+        on_error: str = "raise",
+    ) -> Results | AsyncIterator[Result]:
+        """As `generate`, for coroutines: awaiting it gives results, or an asynchronous iterator.
+
+        A cancelled call aborts its requests.
+        """
+        wanted = Wanted(return_logprob=return_logprob, return_state_digest=return_state_digest)
+        batch = self._read(
+            (prompt, sampling_params, input_ids), rid=rid, wanted=wanted, on_error=on_error
+        )
+        require_bool("stream", stream)
+        if stream:
+            return self._async_stream(batch)
+        waiter = AsyncWaiter()
+        call = Call(batch.requests, waiter.wake, each_token=False)
+        with self._submitted(call):
+            while call.num_unfinished:
+                await waiter.wait()
+        return self._results(batch)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Results | Iterator[Result]:
+        """Answer a conversation, or each of a list of conversations.
+
+        Args:
+          messages: dicts with role and content, oldest first.
+          tools: JSON schemas of functions that the model may call.
+          chat_template_kwargs: further names for the model's template, `enable_thinking` for one.
+          options: the other arguments of `generate`.
+
+        Raises:
+          ValueError: also if the model has no template or it refuses the messages.
+        """
+        self.loop.require_open()
+        prompt = self.inputs.conversations(messages, tools, chat_template_kwargs or {})
+        return self.generate(prompt, sampling_params, **options)
+
+    def score(self, input_ids: Ids) -> Results:
         """Log-probability of every token of a sequence given those before it, by prefill.
 
         Returns:
           A result, or a list for a list; meta_info["input_token_logprobs"] holds
           (log-probability, id, text) triples, None for the first token.
         """
-        params = SamplingParams(max_new_tokens=0)
-        requests, is_batch = self.requests(None, params, input_ids, None)
-        for request in requests:
+        batch = self._read((None, SamplingParams(max_new_tokens=0), input_ids))
+        _refuse_event_loop()
+        for request in batch.requests:
             request.score_prompt = True
-        self._run(requests)
-        results = [self._result(request) for request in requests]
-        return results if is_batch else results[0]
+        self._run(batch, progress=False)
+        return self._results(batch)
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """End a request, all samples of it, within one step; an unknown one is no error.
+
+        Its caller gets what there is, with the finish reason `abort`.
+
+        Raises:
+          ValueError: neither a request nor all.
+        """
+        require_bool("abort_all", abort_all)
+        if not isinstance(rid, str) or not (rid or abort_all):
+            raise ValueError(f"give the rid of a request, or abort_all=True; got {rid!r}")
+        self.loop.require_open()
+        self.loop.abort(lambda request: abort_all or rid in (request.rid, request.call_rid))
 
     def get_server_info(self) -> dict[str, Any]:
         """Capacities, the numerics record and counters."""
-        self._require_open()
+        self.loop.require_open()
+        with self.loop.between_steps():
+            counters = self.core.counters()
         return {
             "engine_config": dataclasses.asdict(self.engine_config),
             "numerics": dataclasses.asdict(self.numerics),
             "context_length": self.context_length,
-            "num_blocks": self.scheduler.capacities.num_blocks,
-            "compile_total": self._runner.num_compiles,
+            **counters,
         }
 
-    def requests(
-        self, prompt: Any, sampling_params: Any, input_ids: Any, rid: Any
-    ) -> tuple[list[Request], bool]:
-        """Check the arguments of `generate` and make its requests; nothing is queued yet.
+    def get_model_info(self) -> dict[str, Any]:
+        """What the model is."""
+        config = self.model_config
+        return {
+            "model_path": str(self.model_path),
+            "tokenizer_path": str(self.model_path) if self.tokenizer else None,
+            "is_generation": True,
+            "max_context_length": self.context_length,
+            "vocab_size": config.vocab_size,
+            "model_type": config.family,
+            "num_layers": config.num_layers,
+            "dtype": self.numerics.activation_dtype,
+            "eos_token_ids": list(self.inputs.eos_token_ids),
+            "has_chat_template": self.tokenizer is not None and self.tokenizer.chat is not None,
+        }
 
-        Whoever drives the engine by hand adds them to `scheduler` and calls `step`.
+    def flush_cache(self) -> bool:
+        """Forget everything kept of finished requests.
 
         Returns:
-          The requests, and whether a list was given.
+          False, and nothing is done, while requests run or wait.
         """
-        self._require_open()
-        prompts, is_batch = self._prompts(prompt, input_ids)
-        read = self._encode if input_ids is None else _as_ids
-        params = _broadcast("sampling_params", sampling_params, len(prompts), is_batch)
-        rids = _broadcast("rid", rid, len(prompts), is_batch)
-        requests = []
-        for index, (item, one, name) in enumerate(zip(prompts, params, rids, strict=True)):
-            try:
-                requests.append(self._request(read(item), as_sampling_params(one), name))
-            except (TypeError, ValueError) as error:
-                where = f"request {index}: " if is_batch else ""
-                raise ValueError(f"{where}{error}") from error
-        names = [request.rid for request in requests]
-        if len(set(names)) < len(names):
-            raise ValueError("request ids must differ within a batch")
-        return requests, is_batch
+        self.loop.require_open()
+        with self.loop.between_steps():
+            return self.core.is_idle
 
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise ValueError("the engine is shut down")
-
-    def _prompts(self, prompt: Any, input_ids: Any) -> tuple[list[Any], bool]:
-        """The prompts, not looked into yet, and whether a list was given."""
-        if (prompt is None) == (input_ids is None):
-            raise ValueError("give exactly one of prompt and input_ids")
-        if prompt is not None:
-            if self.tokenizer is None:
-                raise ValueError("skip_tokenizer_init is set: give input_ids")
-            if isinstance(prompt, str):
-                return [prompt], False
-            return _listed("prompt", prompt, "a string or a list of strings"), True
-        items = _listed("input_ids", input_ids, "a list of integers or of such lists")
-        is_batch = len(items) > 0 and not _is_int(items[0])
-        return items if is_batch else [items], is_batch
-
-    def _encode(self, text: Any) -> list[int]:
-        if not isinstance(text, str):
-            raise ValueError(f"prompt must be a string, got {text!r}")
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise ValueError("prompt must be Unicode text, got bytes that are not UTF-8")
-        assert self.tokenizer is not None
-        return self.tokenizer.encode(text)
-
-    def _request(self, ids: list[int], params: SamplingParams, rid: str | None) -> Request:
-        vocab = self.model_config.vocab_size
-        if not ids:
-            raise ValueError("a prompt needs at least one token")
-        wrong = next((i for i in ids if not _is_int(i) or not 0 <= i < vocab), None)
-        if wrong is not None:
-            raise ValueError(f"input_ids must be integers in [0, {vocab - 1}], got {wrong!r}")
-        require_supported(params)
-        require_vocabulary(params, vocab)
-        total, longest = len(ids) + params.max_new_tokens, self.context_length
-        if len(ids) > longest:
-            raise ValueError(
-                f"The input ({len(ids)} tokens) is longer than the model's context length "
-                f"({longest} tokens)."
-            )
-        if total > longest:
-            raise ValueError(
-                f"Requested token count exceeds the model's maximum context length of {longest} "
-                f"tokens. You requested a total of {total} tokens: {len(ids)} tokens from the "
-                f"input messages and {params.max_new_tokens} tokens for the completion."
-            )
-        seed = params.sampling_seed
-        eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
-        return Request(
-            rid=rid or uuid.uuid4().hex,
-            prompt_ids=[int(i) for i in ids],
-            params=params,
-            seed=secrets.randbits(63) if seed is None else seed,
-            eos_ids=frozenset(eos),
-        )
-
-    def _run(self, requests: list[Request]) -> None:
-        """Run until all are finished; on any way out nothing of them stays."""
-        try:
-            for request in requests:
-                self.scheduler.add(request)
-            while not all(request.is_finished for request in requests):
-                self.step()
-        finally:
-            self._abandon(requests)
-
-    def _abandon(self, requests: list[Request]) -> None:
-        for request in requests:
-            request.finish({"type": "abort", "message": "abandoned", "status_code": None})
-            self.scheduler.release(request)
-
-    def _stream(self, request: Request) -> Iterator[Result]:
-        params = request.params
-        detokenizer = (
-            self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
-            if self.tokenizer
-            else None
-        )
-        text, shown, seen, is_done = "", 0, 0, False
-        try:
-            self.scheduler.add(request)
-            while not is_done:
-                # The steps of another stream may have brought this one on, to its end even.
-                if not request.is_finished:
-                    self.step()
-                is_done = request.is_finished
-                if len(request.output_ids) > seen or is_done:
-                    seen = len(request.output_ids)
-                    ids = visible_ids(request)
-                    text += _push(detokenizer, ids[shown:], is_done)
-                    shown = len(ids)
-                    yield self._result(request, text)
-        finally:
-            self._abandon([request])
-
-    def step(self) -> None:
-        """Run one step and hand out what it gave; finished requests are released.
+    def start_profile(self, directory: str | Path) -> None:
+        """Record a trace of host and device until `stop_profile`.
 
         Raises:
-          KeyboardInterrupt: only once the step has ended. It runs in a thread of its own, since an
-            interrupt between giving the state to the device and taking it back would lose it.
+          RuntimeError: one is being recorded.
         """
-        self._require_open()
-        future = self._worker.submit(self._run_step)
-        interrupt: KeyboardInterrupt | None = None
-        while not future.done():
-            try:
-                concurrent.futures.wait([future])
-            except KeyboardInterrupt as error:
-                interrupt = error
-        future.result()
-        if interrupt is not None:
-            raise interrupt
+        jax.profiler.start_trace(str(directory))
 
-    def _run_step(self) -> None:
-        work = self.scheduler.plan()
-        if not work:
-            raise RuntimeError("no request can advance although some are unfinished")
-        now = time.monotonic()
-        for item in work:
-            item.request.started_s = item.request.started_s or now
-        results = self._runner.run(work)
-        # Every state that a seal replaced goes back before a digest may need a slot for its own.
-        for item in work:
-            self._count_rows(item.request, len(item.ids))
-        for result in results:
-            self._advance(result)
+    def stop_profile(self) -> None:
+        """Write the trace.
 
-    def _count_rows(self, request: Request, num_rows: int) -> None:
-        size = self.scheduler.capacities.block_size
-        boundary = (request.committed_len + num_rows - 1) // size * size
-        request.committed_len += num_rows
-        if request.next_slot > 0 and boundary > request.sealed_len:
-            self.scheduler.stored(request, boundary)
+        Raises:
+          RuntimeError: none is being recorded.
+        """
+        jax.profiler.stop_trace()
 
-    def _advance(self, result: StepResult) -> None:
-        request = result.request
-        request.input_logprobs.extend(result.scored)
-        if result.token is not None:
-            request.take_token(result.token, result.log_probability or 0.0)
-        elif request.remaining_prompt == 0:
-            request.finish({"type": "length", "length": 0})
-        if request.is_finished:
-            if request.return_state_digest:
-                request.state_digests = self._digest(request)
-            self.scheduler.release(request)
+    def _read(self, arguments: tuple[Any, Any, Any], **options: Any) -> Batch:
+        self.loop.require_open()
+        return self.inputs.read(*arguments, **options)
 
-    def _digest(self, request: Request) -> dict[str, str]:
-        depth, size = request.committed_len, self.scheduler.capacities.block_size
-        if depth // size * size > request.sealed_len and not self.scheduler.reserve_seal(request):
-            raise RuntimeError("no state slot is free for the seal of a digest")
-        return self._runner.state_digests(request, depth)
+    @contextlib.contextmanager
+    def _submitted(self, call: Call) -> Iterator[None]:
+        """Queue a call; on any way out nothing of it stays."""
+        try:
+            self.loop.submit(call)
+            yield
+        finally:
+            self.loop.abandon(call)
 
-    def _result(self, request: Request, text: str | None = None) -> Result:
+    def _run(self, batch: Batch, *, progress: bool) -> None:
+        """Run until all are finished."""
+        waiter = Waiter()
+        call = Call(batch.requests, waiter.wake, each_token=False)
+        total = len(call.requests)
+        # `disable=None` is tqdm's word for: on a terminal only.
+        disable = None if progress else True
+        with tqdm.tqdm(total=total, unit="request", disable=disable) as bar, self._submitted(call):
+            while call.num_unfinished:
+                waiter.wait()
+                bar.update(total - call.num_unfinished - bar.n)
+
+    def _stream(self, batch: Batch) -> Iterator[Result]:
+        waiter, reader = Waiter(), self._reader(batch)
+        call = Call(batch.requests, waiter.wake, each_token=True)
+        yield from reader.refusals()
+        with self._submitted(call):
+            while not reader.is_done:
+                waiter.wait()
+                yield from self._parts(reader)
+
+    async def _async_stream(self, batch: Batch) -> AsyncIterator[Result]:
+        waiter, reader = AsyncWaiter(), self._reader(batch)
+        call = Call(batch.requests, waiter.wake, each_token=True)
+        for part in reader.refusals():
+            yield part
+        with self._submitted(call):
+            while not reader.is_done:
+                await waiter.wait()
+                for part in self._parts(reader):
+                    yield part
+
+    def _reader(self, batch: Batch) -> PartReader:
+        return PartReader(
+            batch,
+            self._outcome,
+            self.tokenizer,
+            is_incremental=self._is_incremental,
+            interval=self._interval,
+        )
+
+    def _parts(self, reader: PartReader) -> list[Result]:
+        with self.loop.between_steps():
+            return reader.parts()
+
+    def _results(self, batch: Batch) -> Results:
+        results = [self._outcome(batch, at) for at in range(len(batch.entries))]
+        return results if batch.is_list else results[0]
+
+    def _outcome(self, batch: Batch, at: int, text: str | None = None) -> Result:
+        """What the caller gets for an entry of a batch.
+
+        Args:
+          text: of the entry so far; None decodes the output.
+
+        Raises:
+          Exception: the entry failed, and the caller did not want that returned.
+        """
+        index, entry = batch.entries[at]
+        error = entry.error if isinstance(entry, Request) else entry
+        if isinstance(entry, Request) and error is None:
+            return self._result(entry, text)
+        assert error is not None
+        if batch.on_error == "raise" or isinstance(error, EngineDeadError):
+            raise error
+        return {"error": {"message": str(error), "type": type(error).__name__, "index": index}}
+
+    def _result(self, request: Request, text: str | None) -> Result:
         info = meta_info(request, self.tokenizer)
         if request.state_digests is not None:
             info["state_digest"] = combined(request.state_digests)
@@ -378,65 +406,27 @@ class Engine:
         return result
 
 
-def _push(detokenizer: IncrementalDetokenizer | None, ids: list[int], is_last: bool) -> str:
-    if detokenizer is None:
-        return ""
-    text = detokenizer.push(ids)
-    return text + detokenizer.flush() if is_last else text
+def _close(loop: EngineLoop, core: EngineCore) -> None:
+    loop.close()
+    core.close()
 
 
-def _listed(name: str, value: Any, expected: str) -> list[Any]:
-    if not isinstance(value, Iterable) or isinstance(value, str):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    return list(value)
-
-
-def _as_ids(ids: Any) -> list[Any]:
-    return _listed("input_ids", ids, "a list of integers")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _broadcast(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
-    """One value for each request: a list must match the batch."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if not is_batch or len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
-    return list(value)
-
-
-def _engine_config(capacities: dict[str, Any]) -> EngineConfig:
-    known = {field.name for field in dataclasses.fields(EngineConfig)}
-    unknown = sorted(set(capacities) - known)
-    if unknown:
-        raise ValueError(f"unknown engine argument {unknown[0]!r}; known are {sorted(known)}")
-    return EngineConfig(**capacities)
-
-
-def _load(directory: Path, load_format: str, dtype: str) -> tuple[HybridConfig, Any, str]:
-    config = HybridConfig.from_directory(directory)
-    resolved = config.dtype if dtype == "auto" else dtype
-    if load_format == "dummy":
-        return config, dummy_params(config, dtype=resolved, seed=0), resolved
-    checkpoint = load_checkpoint(directory, config, dtype=resolved)
-    for note in checkpoint.notes:
-        _log.warning("%s", note)
-    return checkpoint.config, checkpoint.params, resolved
-
-
-def _use_compilation_cache(chosen: str | Path | None) -> None:
-    configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if chosen is None or (chosen == AUTO and configured):
-        return
-    directory = DEFAULT_CACHE if chosen == AUTO else Path(chosen)
+def _refuse_event_loop() -> None:
+    """Raise where waiting would stop an event loop."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"compilation_cache_dir {directory} cannot be made ({error}); None keeps no programs"
-        ) from error
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError("this call would block the running event loop: await async_generate")
+
+
+def _capacities(state: StateConfig, config: EngineConfig) -> Capacities:
+    return Capacities(
+        num_slots=state.num_slots,
+        num_blocks=state.num_blocks,
+        num_state_slots=state.num_state_slots,
+        block_size=state.block_size,
+        log_rows=state.log_rows,
+        max_rows=config.max_rows,
+        prefill_rows=config.chunked_prefill_size,
+    )

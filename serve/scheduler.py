@@ -67,6 +67,7 @@ class Scheduler:
         self.slots = FreeList(0, capacities.num_slots)
         self.blocks = FreeList(0, capacities.num_blocks)
         self.state_slots = FreeList(1, capacities.num_state_slots - 1)
+        self.num_retractions = 0
 
     @property
     def is_idle(self) -> bool:
@@ -77,18 +78,22 @@ class Scheduler:
         """Blocks a request can come to use."""
         return -(-request.max_len // self.capacities.block_size)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-          ValueError: it can never fit.
-        """
+    def require_room(self, request: Request) -> None:
+        """Raise a ValueError for a request that can never fit."""
         needed = self.blocks_needed(request)
         if needed > self.capacities.num_blocks:
             raise ValueError(
                 f"request {request.rid} needs {needed} blocks, the pool has "
                 f"{self.capacities.num_blocks}"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+          ValueError: it can never fit.
+        """
+        self.require_room(request)
         self.waiting.append(request)
 
     def plan(self) -> list[Work]:
@@ -97,17 +102,17 @@ class Scheduler:
         work = []
         room = self.capacities.max_rows
         for request in self.running:
-            if request.remaining_prompt == 0 and room > 0 and self._prepare_seal(request, 1) == 1:
+            if request.remaining_prefill == 0 and room > 0 and self._prepare_seal(request, 1) == 1:
                 work.append(Work(request, request.next_ids(1), is_last=True))
                 room -= 1
         room = min(room, self.capacities.prefill_rows)
         for request in self.running:
-            remaining = request.remaining_prompt
+            remaining = request.remaining_prefill
             if remaining and room > 0:
                 wanted = max(1, min(self.chunk_len(remaining), remaining, room))
                 count = self._prepare_seal(request, self._whole_blocks(request, wanted, room))
                 if count:
-                    last = count == remaining
+                    last = count == remaining and not request.output_ids
                     work.append(Work(request, request.next_ids(count), is_last=last))
                     room -= count
         return work
@@ -123,6 +128,14 @@ class Scheduler:
             request.sealed_slot, request.next_slot = 0, -1
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def commit(self, item: Work) -> None:
+        """Count the rows of a step that was computed, and the seal it stored."""
+        request, size = item.request, self.capacities.block_size
+        boundary = (request.committed_len + len(item.ids) - 1) // size * size
+        request.committed_len += len(item.ids)
+        if request.next_slot > 0 and boundary > request.sealed_len:
+            self.stored(request, boundary)
 
     def stored(self, request: Request, boundary: int) -> None:
         """Record that the request's next seal was stored; its old state goes back."""
@@ -157,13 +170,14 @@ class Scheduler:
                 return
             self.waiting.popleft()
             request.slot = self.slots.take(1)[0]
+            request.num_admissions += 1
             request.blocks = self.blocks.take(needed)
             request.status = Status.RUNNING
             self.running.append(request)
 
     def _whole_blocks(self, request: Request, count: int, room: int) -> int:
         """Cut a chunk that the step's room cuts anyway down to whole blocks."""
-        if count < room or count == request.remaining_prompt:
+        if count < room or count == request.remaining_prefill:
             return count
         size = self.capacities.block_size
         end = (request.committed_len + count) // size * size

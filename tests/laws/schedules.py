@@ -139,7 +139,7 @@ def one_program() -> Iterator[None]:
 
 def _fill_with_nan(engine: Engine) -> None:
     """Make every row that nobody wrote a NaN, but the state that sequences start from."""
-    runner = engine._runner
+    runner = engine.core.runner
 
     def fill(path: Any, array: jax.Array) -> jax.Array:
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -152,7 +152,7 @@ def _fill_with_nan(engine: Engine) -> None:
 
 def request_of(engine: Engine, case: Case) -> Request:
     """A fresh request of a case."""
-    (request,), _ = engine.requests(None, case.params, case.prompt, None)
+    (request,) = engine.inputs.read(None, case.params, case.prompt).requests
     request.return_logprob = request.return_state_digest = True
     return request
 
@@ -169,9 +169,9 @@ def golden_outcomes(setting: Setting, cases: list[Case]) -> list[Outcome]:
 def run_alone(engine: Engine, case: Case) -> Outcome:
     """One case with nobody beside it."""
     request = request_of(engine, case)
-    engine.scheduler.add(request)
+    engine.core.scheduler.add(request)
     while not request.is_finished:
-        engine.step()
+        engine.core.step()
     return Outcome.of(request)
 
 
@@ -252,12 +252,13 @@ class Happened:
         self.num_shared += len(work) > 1
         self.slots |= {item.request.slot for item in work}
         for item in work:
-            if item.request.remaining_prompt and len(item.ids) < item.request.prompt_len:
+            if item.request.remaining_prefill and len(item.ids) < item.request.prompt_len:
                 self.pieces.add(len(item.ids))
         is_nan = [
-            result.log_probability is not None and np.isnan(result.log_probability)
+            np.isnan(log_probability)
             for result in results
             if result.request is poison
+            for log_probability in result.sampled.tokens
         ]
         self.num_poisoned += any(is_nan) and len(work) > 1
 
@@ -268,8 +269,8 @@ class ScheduleRunner:
 
     def __init__(self, setting: Setting):
         self.engine = setting.engine(max_running_requests=4, chunked_prefill_size=128)
-        self._run = self.engine._runner.run
-        self.engine._runner.run = self._observed  # type: ignore[method-assign]
+        self._run = self.engine.core.runner.run
+        self.engine.core.runner.run = self._observed  # type: ignore[method-assign]
         self._happened, self._poison = Happened(), None
 
     def _observed(self, work: list[Work]) -> list[StepResult]:
@@ -282,7 +283,7 @@ class ScheduleRunner:
 
     def _spoil(self, slot: int) -> None:
         """Make NaN of the last rows that the first layer's convolution looks back to."""
-        runner = self.engine._runner
+        runner = self.engine.core.runner
         first, *others = runner._state.layers
         assert isinstance(first.mixer, GdnState)
         mixer = dataclasses.replace(first.mixer, conv=first.mixer.conv.at[slot].set(jnp.nan))
@@ -292,22 +293,22 @@ class ScheduleRunner:
     def run(self, schedule: Schedule, cases: list[Case]) -> tuple[list[Outcome], Happened]:
         """Outcomes of the schedule's cases, in its order, and what happened."""
         engine, self._happened = self.engine, Happened()
-        engine.scheduler.chunk_len = schedule.chunk_len()
+        engine.core.scheduler.chunk_len = schedule.chunk_len()
         requests = [request_of(engine, cases[i]) for i in schedule.cases]
         self._poison = None
         if schedule.is_poisoned:
             poisoned = Case([1] * 70, {"max_new_tokens": 25, "ignore_eos": True})
             self._poison = request_of(engine, poisoned)
-            engine.scheduler.add(self._poison)
+            engine.core.scheduler.add(self._poison)
         waiting, at = list(zip(schedule.arrivals, requests, strict=True)), 0
-        while waiting or not engine.scheduler.is_idle:
+        while waiting or not engine.core.scheduler.is_idle:
             while waiting and waiting[0][0] <= at:
-                engine.scheduler.add(waiting.pop(0)[1])
-            if not engine.scheduler.is_idle:
-                engine.step()
+                engine.core.scheduler.add(waiting.pop(0)[1])
+            if not engine.core.scheduler.is_idle:
+                engine.core.step()
             at += 1
-        engine.scheduler.check_integrity()
-        engine.scheduler.chunk_len = lambda remaining: remaining
+        engine.core.scheduler.check_integrity()
+        engine.core.scheduler.chunk_len = lambda remaining: remaining
         self._happened.num_seals = sum(
             (request.committed_len - 1) // engine.engine_config.block_size for request in requests
         )

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import tiny_models
-from tests.serve.engines import start
+from tests.serve.engines import settle, start
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,7 @@ def shared_engine(directory):
 @pytest.fixture
 def engine(shared_engine):
     yield shared_engine
-    assert shared_engine.scheduler.is_idle, "a request stayed behind"
-    shared_engine.scheduler.check_integrity()
+    settle(shared_engine)
 
 
 @pytest.fixture
@@ -32,5 +31,5 @@ def no_steps(engine, monkeypatch):
     def run(work):
         raise AssertionError("device work for a request that is refused")
 
-    monkeypatch.setattr(engine._runner, "run", run)
+    monkeypatch.setattr(engine.core.runner, "run", run)
     return engine

@@ -1,5 +1,6 @@
 """The engine that the tests of `serve` share, and what they ask of it."""
 
+import time
 from typing import Any
 
 from serve import Engine
@@ -31,3 +32,13 @@ def start(directory, **arguments) -> Any:
         context_length=CONTEXT,
         **arguments,
     )
+
+
+def settle(engine: Engine) -> None:
+    """Wait for what was given up to be gone, which takes a step; nothing may stay behind."""
+    deadline_s = time.monotonic() + 10
+    while not engine.core.is_idle:
+        assert time.monotonic() < deadline_s, "a request stayed behind"
+        time.sleep(0.001)
+    with engine.loop.between_steps():
+        engine.core.scheduler.check_integrity()

@@ -12,7 +12,7 @@ import pytest
 
 from serve import SamplingParams
 from tests import tiny_models
-from tests.serve.engines import SLOTS, TEXTS, greedy, sampled
+from tests.serve.engines import SLOTS, TEXTS, greedy, sampled, settle
 
 INFO_KEYS = {
     "id",
@@ -138,8 +138,7 @@ def test_stop_token_ids_end_the_output(engine):
 def test_the_models_end_tokens_stop_unless_ignored(engine, monkeypatch):
     free = engine.generate(TEXTS[1], greedy(6))["output_ids"]
     end = free[2]
-    tokenizer = dataclasses.replace(engine.tokenizer, eos_token_ids=(end,))
-    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    monkeypatch.setattr(engine, "inputs", dataclasses.replace(engine.inputs, eos_token_ids=(end,)))
     stopped = engine.generate(TEXTS[1], greedy(6, ignore_eos=False))
     assert stopped["output_ids"] == free[: free.index(end) + 1]
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": end}
@@ -160,7 +159,8 @@ def test_a_stream_adds_up_to_the_result(engine, text, count):
             text, greedy(count), return_logprob=True, return_state_digest=True, stream=True
         )
     )
-    assert len(parts) == max(count, 1)
+    # A reader that is slower than the steps gets several tokens in a part.
+    assert 1 <= len(parts) <= max(count, 1)
     for before, after in zip(parts, parts[1:], strict=False):
         assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
         assert after["text"].startswith(before["text"])
@@ -180,22 +180,20 @@ def test_a_stream_that_a_stop_token_ends(engine):
 
 
 def test_an_abandoned_stream_gives_everything_back(engine):
-    stream = engine.generate(TEXTS[0], greedy(50), stream=True)
+    stream = engine.generate(TEXTS[0], greedy(190), stream=True)
     next(stream)
-    assert not engine.scheduler.is_idle
+    assert not engine.core.is_idle
     stream.close()
-    assert engine.scheduler.is_idle
-    engine.scheduler.check_integrity()
+    settle(engine)
 
 
 def test_a_stream_that_was_never_started_holds_nothing(engine):
     stream = engine.generate(TEXTS[0], greedy(50), stream=True)
-    assert engine.scheduler.is_idle
+    assert engine.core.is_idle
     del stream
 
 
 def test_streams_may_run_side_by_side(engine):
-    # The first stream's steps bring the others to their ends.
     counts = (20, 3, 1)
     alone = [engine.generate(t, greedy(n)) for t, n in zip(TEXTS, counts, strict=True)]
     streams = [
@@ -210,9 +208,14 @@ def test_streams_may_run_side_by_side(engine):
         assert part["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
 
 
-def test_a_list_cannot_be_streamed(no_steps):
-    with pytest.raises(ValueError, match="stream=True takes one prompt, got a list"):
-        no_steps.generate(TEXTS, greedy(1), stream=True)
+def test_a_list_streams_by_index(engine):
+    whole = engine.generate(TEXTS, [greedy(n) for n in (4, 9, 1)])
+    last = {}
+    for part in engine.generate(TEXTS, [greedy(n) for n in (4, 9, 1)], stream=True):
+        before = last.get(part["index"], [])
+        assert part["output_ids"][: len(before)] == before and len(part["output_ids"]) > len(before)
+        last[part["index"]] = part["output_ids"]
+    assert [last[i] for i in range(3)] == [r["output_ids"] for r in whole]
 
 
 # Seeds.
@@ -294,19 +297,19 @@ def test_a_digest_finds_a_slot_for_its_seal_beside_others_that_seal(engine):
 
 def test_host_and_device_agree_on_every_sequence(engine, rng):
     prompts = [rng.integers(0, 400, size).tolist() for size in (1, 40, 63, 64, 65, 120)]
-    requests, _ = engine.requests(None, greedy(75), prompts, None)
+    requests = engine.inputs.read(None, greedy(75), prompts).requests
     for request in requests:
-        engine.scheduler.add(request)
+        engine.core.scheduler.add(request)
     num_seals = 0
-    while not engine.scheduler.is_idle:
+    while not engine.core.scheduler.is_idle:
         before = {id(r): r.sealed_len for r in requests}
-        moved = [r for r in engine.scheduler.running if not r.is_finished]
-        engine.step()
-        device = engine._runner._state.sequences
+        moved = [r for r in engine.core.scheduler.running if not r.is_finished]
+        engine.core.step()
+        device = engine.core.runner._state.sequences
         for r in (r for r in moved if not r.is_finished):
             ours = (r.committed_len, r.sealed_len, r.sealed_slot)
             theirs = (device.committed_len, device.sealed_len, device.sealed_slot)
-            if r.sealed_len != before[id(r)] or r.remaining_prompt == 0:
+            if r.sealed_len != before[id(r)] or r.remaining_prefill == 0:
                 assert ours == tuple(int(a[r.slot]) for a in theirs)
             num_seals += r.sealed_len != before[id(r)]
     assert num_seals >= 6

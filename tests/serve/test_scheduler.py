@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from serve.request import Request, Status
+from serve.request import Request, Status, StepResult
 from serve.sampling_params import SamplingParams
 from serve.scheduler import Capacities, Scheduler, Work
 
@@ -33,16 +33,18 @@ def request(name: str, prompt_len: int, max_new_tokens: int = 4) -> Request:
     )
 
 
+def take(one: Request, token: int) -> None:
+    """Hand a request a token."""
+    one.take(StepResult(one, tokens=[token]))
+
+
 def run(scheduler: Scheduler, work: list[Work]) -> None:
     """Do what the engine does after a step, each new token being the number of tokens so far."""
     for item in work:
         one = item.request
-        boundary = (one.committed_len + len(item.ids) - 1) // BLOCK * BLOCK
-        one.committed_len += len(item.ids)
-        if one.next_slot > 0 and boundary > one.sealed_len:
-            scheduler.stored(one, boundary)
+        scheduler.commit(item)
         if item.is_last:
-            one.take_token(one.prompt_len + len(one.output_ids), 0.0)
+            take(one, one.prompt_len + len(one.output_ids))
         if one.is_finished:
             scheduler.release(one)
 
@@ -130,7 +132,7 @@ def test_a_chunk_that_the_room_cuts_ends_on_a_block():
     one = request("a", 200)
     scheduler.add(one)
     sizes = []
-    while one.remaining_prompt:
+    while one.remaining_prefill:
         work = scheduler.plan()
         sizes.append(len(work[0].ids))
         run(scheduler, work)
@@ -142,7 +144,7 @@ def test_a_chunk_too_small_for_a_block_is_taken_all_the_same():
     one = request("a", 100)
     scheduler.add(one)
     sizes = []
-    while one.remaining_prompt:
+    while one.remaining_prefill:
         work = scheduler.plan()
         sizes.append(len(work[0].ids))
         run(scheduler, work)
@@ -424,7 +426,7 @@ class Run:
         one.committed_len = model.rows
         assert one.sealed_len == model.sealed
         if item.is_last:
-            one.take_token(model.tokens[model.rows], 0.0)
+            take(one, model.tokens[model.rows])
         if one.is_finished:
             self._end(one)
 
