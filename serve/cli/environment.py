@@ -4,6 +4,13 @@ import pathlib
 from collections.abc import Mapping
 
 
+def default_compilation_cache(environment: Mapping[str, str]) -> str:
+    """Return where programs are kept if no flag says so: where JAX is told to, else a cache."""
+    if environment.get("JAX_COMPILATION_CACHE_DIR"):
+        return "auto"
+    return str(compilation_cache_dir(environment))
+
+
 def compilation_cache_dir(environment: Mapping[str, str]) -> pathlib.Path:
     """Return where compiled programs are kept between runs, by the XDG convention."""
     root = environment.get("XDG_CACHE_HOME", "")

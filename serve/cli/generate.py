@@ -1,4 +1,4 @@
-"""`generate`: complete one prompt, streaming the text to the terminal as it comes."""
+"""`generate`: complete prompts; one is streamed as text, several give a JSON object a line."""
 
 import argparse
 import sys
@@ -6,120 +6,174 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 
-from serve.cli.environment import compilation_cache_dir
+from serve.cli.batch import OUTPUT_FLAG, run_jobs, sum_up, writer
+from serve.cli.command import Command
+from serve.cli.errors import EXIT_OK, UsageError
+from serve.cli.flags import (
+    ENGINE_GROUPS,
+    SAMPLING_GROUP,
+    Flag,
+    canonical,
+    engine_arguments,
+    engine_config,
+    model_defaults,
+    sampling_arguments,
+)
+from serve.cli.jobs import INPUT_FLAG, PROMPT_FLAG, Job, Result, failure, read_jobs
+from serve.cli.terminal import note, start_engine, write
 from serve.engine import Engine
-from serve.sampling_params import SamplingParams, as_sampling_params
+from serve.errors import StepError
 
-DTYPES = ("auto", "float32", "bfloat16")
-LOAD_FORMATS = ("auto", "dummy")
+TEXT_FLAGS = (
+    PROMPT_FLAG,
+    INPUT_FLAG,
+    OUTPUT_FLAG,
+    Flag(name="echo", read=bool, default=False, help="print the prompt before its completion"),
+    Flag(name="stream", read=bool, default=True, help="print text as it comes, not at the end"),
+)
 
-Result = Mapping[str, Any]
+RESULT_FLAGS = (
+    Flag(name="return_logprob", read=bool, default=False, help="add the tokens' log-probabilities"),
+    Flag(
+        name="logprob_start_len",
+        read=int,
+        help="also those of the prompt's tokens from this position on",
+    ),
+    Flag(name="top_logprobs_num", read=int, help="also so many of the likeliest tokens"),
+    Flag(
+        name="skip_tokenizer_init",
+        read=bool,
+        default=False,
+        help="ids in, ids out; no tokenizer is read",
+        field="skip_tokenizer_init",
+    ),
+)
 
-# Command-line names of the sampling parameters, and how their text is read.
-SAMPLING_FLAGS: Mapping[str, Any] = {
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-}
+# Flags that ask for more than the output's log-probabilities, and all keys of a line that do.
+LOGPROB_DETAILS = ("logprob_start_len", "top_logprobs_num")
+LOGPROB_KEYS = ("return_logprob", *LOGPROB_DETAILS, "token_ids_logprob")
 
 
-def add_command(commands: Any, environment: Mapping[str, str]):
-    """Add `generate` to the parser's commands.
+def run(args: argparse.Namespace) -> int:
+    """Load the model and complete the prompts; figures go to standard error."""
+    # All of it is checked before the model is loaded, which takes longer than an error should.
+    asked, arguments = sampling_arguments(args), engine_arguments(args)
+    arguments["skip_tokenizer_init"] = args.skip_tokenizer_init
+    jobs = read_jobs(args.prompt, args.input)
+    is_text = args.prompt is not None and len(jobs) == 1 and args.output is None
+    if is_text and asked.get("n", 1) == 1 and not args.skip_tokenizer_init:
+        return _print_text(args, jobs[0].fields["prompt"], asked, arguments)
+    if args.echo:
+        raise UsageError("--echo is for one --prompt without --output")
+    with (
+        writer(args.output) as results,
+        start_engine(arguments, engine_config(arguments), log_level=args.log_level) as engine,
+    ):
+        defaults = _defaults(args, engine)
+        tokens = {"prompt_tokens": 0, "completion_tokens": 0}
 
-    Args:
-        commands: what `ArgumentParser.add_subparsers` returned.
-        environment: for the defaults that depend on it.
+        async def answer(job: Job) -> Result:
+            return await _answer(engine, job, args, defaults | asked)
+
+        def count(result: Result) -> None:
+            for part in result.get("samples", [result]):
+                for name in tokens:
+                    tokens[name] += part.get("meta_info", {}).get(name, 0)
+
+        tally = run_jobs(args, jobs, answer, label="generating", count=count, results=results)
+    prompt, completion = tokens["prompt_tokens"], tokens["completion_tokens"]
+    rate = completion / max(tally.seconds, 1e-9)
+    return sum_up(tally, f"{prompt} + {completion} tokens, {rate:.1f} tokens/s,")
+
+
+def _defaults(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """Sampling parameters that count where nothing else is said."""
+    tokenizer = engine.tokenizer
+    return model_defaults(args, tokenizer.generation_defaults if tokenizer else {})
+
+
+async def _answer(
+    engine: Engine, job: Job, args: argparse.Namespace, sampling: Mapping[str, Any]
+) -> Result:
+    """Return the result of one job, be it an error of its own."""
+    if job.error is not None:
+        return failure(job, job.error)
+    try:
+        answer = await engine.async_generate(**_request(engine, job, args, sampling))
+    except (ValueError, TypeError, StepError) as error:
+        return failure(job, error)
+    if isinstance(answer, list):
+        return {"id": job.id, "samples": answer}
+    return {"id": job.id, **cast(Result, answer)}
+
+
+def _request(
+    engine: Engine, job: Job, args: argparse.Namespace, sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of the engine for one job."""
+    fields = job.fields
+    options = _logprob_options(args) | {
+        name: fields[name] for name in LOGPROB_KEYS if fields.get(name) is not None
+    }
+    return {
+        **prompt_arguments(engine, fields, add_generation_prompt=True),
+        **options,
+        "sampling_params": {**sampling, **canonical(fields.get("sampling_params") or {})},
+    }
+
+
+def _logprob_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the flags ask of log-probabilities, nothing if none is given."""
+    details = {name: getattr(args, name) for name in LOGPROB_DETAILS}
+    given = {name: value for name, value in details.items() if value is not None}
+    return {"return_logprob": True, **given} if args.return_logprob or given else {}
+
+
+def prompt_arguments(
+    engine: Engine, fields: Mapping[str, Any], *, add_generation_prompt: bool
+) -> dict[str, Any]:
+    """Return the prompt of an input line as the engine takes it.
+
+    Raises:
+      ValueError: the messages are none that the model's template takes.
     """
-    parser = commands.add_parser(
-        "generate",
-        help="complete one prompt",
-        description="Complete one prompt, streaming the text to standard output.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+    if fields.get("messages") is None:
+        return {
+            name: fields[name] for name in ("prompt", "input_ids") if fields.get(name) is not None
+        }
+    if engine.tokenizer is None:
+        raise ValueError(
+            "messages need the model's tokenizer, which --skip-tokenizer-init leaves out"
+        )
+    text = engine.tokenizer.apply_chat_template(
+        fields["messages"],
+        tools=fields.get("tools"),
+        add_generation_prompt=add_generation_prompt,
+        **(fields.get("chat_template_kwargs") or {}),
     )
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "--model",
-        "--model-path",
-        required=True,
-        dest="model_path",
-        metavar="NAME_OR_DIR",
-        help="demo, demo-dense or a model directory",
-    )
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to complete")
-    parser.add_argument(
-        "--echo", action="store_true", help="print the prompt before its completion"
-    )
-    parser.add_argument(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="print text as it comes, not at the end",
-    )
-    _add_sampling_flags(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto is the checkpoint's")
-    parser.add_argument(
-        "--load-format",
-        choices=LOAD_FORMATS,
-        default="auto",
-        help="dummy makes random weights and reads none",
-    )
-    parser.add_argument(
-        "--compilation-cache-dir",
-        default=str(compilation_cache_dir(environment)),
-        metavar="DIR",
-        help="where compiled programs are kept; empty keeps none",
-    )
+    return {"prompt": text}
 
 
-def _add_sampling_flags(parser: argparse.ArgumentParser):
-    """Add a flag for each sampling parameter that the command offers."""
-    group = parser.add_argument_group("sampling")
-    defaults = SamplingParams()
-    for name, read in SAMPLING_FLAGS.items():
-        flag = "--" + name.replace("_", "-")
-        default = getattr(defaults, name)
-        group.add_argument(flag, type=read, default=default, metavar=read.__name__.upper())
-    group.add_argument(
-        "--seed", type=int, default=None, metavar="INT", help="fixes the noise; drawn if not given"
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
-
-
-def run(args: argparse.Namespace):
-    """Load the model and print the completion; figures go to standard error."""
-    # Checked before the model is loaded, which takes longer than reading an error should.
-    params = as_sampling_params(
-        {name: getattr(args, name) for name in (*SAMPLING_FLAGS, "seed", "ignore_eos")}
-    )
+def _print_text(
+    args: argparse.Namespace, prompt: str, asked: dict[str, Any], arguments: dict[str, Any]
+) -> int:
+    """Print the completion of one prompt."""
     start_s = time.monotonic()
-    with Engine(
-        model_path=args.model_path,
-        dtype=args.dtype,
-        load_format=args.load_format,
-        max_running_requests=1,
-        compilation_cache_dir=args.compilation_cache_dir or None,
-    ) as engine:
+    config = engine_config(arguments)
+    with start_engine(arguments, config, log_level=args.log_level) as engine:
+        params = _defaults(args, engine) | asked
         if args.echo:
-            _write(sys.stdout, args.prompt)
-        parts = _parts(engine, args.prompt, params, stream=args.stream)
-        last, first_text_s = _print_parts(parts, sys.stdout)
-    _write(sys.stdout, "\n")
-    _write(sys.stderr, _summary(last["meta_info"], start_s=start_s, first_text_s=first_text_s))
+            write(sys.stdout, prompt)
+        answer = engine.generate(prompt, params, stream=args.stream)
+        # One prompt gets one result, or an iterator over it.
+        parts = cast(Iterator[Result], answer if args.stream else iter([answer]))
+        last, first_text_s = print_parts(parts, sys.stdout)
+    write(sys.stdout, "\n")
+    note(summary(last["meta_info"], start_s=start_s, first_text_s=first_text_s))
+    return EXIT_OK
 
 
-def _parts(
-    engine: Engine, prompt: str, params: SamplingParams, *, stream: bool
-) -> Iterator[Result]:
-    """Yield results whose text grows, or the one whole result."""
-    answer = engine.generate(prompt, params, stream=stream)
-    # One prompt gets one result, or an iterator over it.
-    yield from cast(Iterator[Result], answer) if stream else (cast(Result, answer),)
-
-
-def _print_parts(parts: Iterator[Result], out: TextIO) -> tuple[Result, float]:
+def print_parts(parts: Iterator[Result], out: TextIO) -> tuple[Result, float]:
     """Print what each part adds; return the last part and when the first text came."""
     part: Result = {}
     num_printed = 0
@@ -128,24 +182,27 @@ def _print_parts(parts: Iterator[Result], out: TextIO) -> tuple[Result, float]:
         text = part["text"]
         if text and not num_printed:
             first_text_s = time.monotonic()
-        _write(out, text[num_printed:])
+        write(out, text[num_printed:])
         num_printed = len(text)
     return part, first_text_s
 
 
-def _write(out: TextIO, text: str):
-    """Write at once, a character that the terminal cannot show as a question mark."""
-    encoding = out.encoding or "utf-8"
-    out.write(text.encode(encoding, "replace").decode(encoding))
-    out.flush()
-
-
-def _summary(info: Mapping[str, Any], *, start_s: float, first_text_s: float) -> str:
-    """Return one line about the run."""
+def summary(info: Mapping[str, Any], *, start_s: float, first_text_s: float) -> str:
+    """Return one line about one completion."""
     num_tokens, rate = info["completion_tokens"], info.get("decode_throughput")
     speed = f", then {rate:.1f} tokens/s" if rate else ""
     return (
-        f"[{info['prompt_tokens']} + {num_tokens} tokens, ended by "
+        f"{info['prompt_tokens']} + {num_tokens} tokens, ended by "
         f"{(info['finish_reason'] or {}).get('type')}, first text after "
-        f"{first_text_s - start_s:.1f} s{speed}, seed {info.get('sampling_seed')}]\n"
+        f"{first_text_s - start_s:.1f} s{speed}, seed {info.get('sampling_seed')}"
     )
+
+
+COMMAND = Command(
+    name="generate",
+    help="complete prompts",
+    groups={"text": TEXT_FLAGS, "results": RESULT_FLAGS, **SAMPLING_GROUP, **ENGINE_GROUPS},
+    run=run,
+    epilog='one prompt: qwen-hybrid generate --model demo --prompt "def f(x):"\n'
+    "many: qwen-hybrid generate --model demo --input prompts.jsonl --output results.jsonl",
+)

@@ -4,25 +4,72 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from serve.cli import generate
+from serve.cli import chat, convert, generate, score
+from serve.cli.command import Command
+from serve.cli.environment import default_compilation_cache
+from serve.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UsageError
+from serve.cli.settings import merge
+from serve.cli.terminal import logs
 
-EXIT_OK = 0
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+PROGRAM = "qwen-hybrid"
+COMMANDS: tuple[Command, ...] = (generate.COMMAND, chat.COMMAND, score.COMMAND, convert.COMMAND)
 
 # What a user can cause and mend. Anything else is a bug and keeps its traceback.
-USER_ERRORS = (ValueError, OSError, NotImplementedError)
+USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the options are behind `--help`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the whole usage."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="qwen-hybrid", description="Run Qwen hybrid language models.", allow_abbrev=False
+    """Return the parser of all commands; options that are not given are not in its result."""
+    parser = _Parser(
+        prog=PROGRAM, description="Run Qwen hybrid language models.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    generate.add_command(commands, os.environ)
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.name,
+            help=command.help,
+            description=command.help + ".",
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        sub.set_defaults(command=command)
+        for title, flags in command.all_groups.items():
+            group = sub.add_argument_group(title)
+            for flag in flags:
+                flag.add_to(group)
     return parser
+
+
+def settings(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return every option of the command that the arguments name, wherever it is set.
+
+    Raises:
+      UsageError: something that there is not.
+    """
+    given = build_parser().parse_args(argv)
+    known = [
+        name
+        for command in COMMANDS
+        for flag in command.flags
+        for name in (flag.name, *(a.lstrip("-").replace("-", "_") for a in flag.aliases))
+    ]
+    args = merge(given, given.command.flags, environment=os.environ, known=known)
+    if "compilation_cache_dir" in args and args.compilation_cache_dir is None:
+        args.compilation_cache_dir = default_compilation_cache(os.environ)
+    if args.verbose:
+        args.log_level = "info"
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments, the program's name left out; None takes the process's.
     """
-    args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        args = settings(argv)
+        with logs(args.log_level):
+            return args.command.run(args)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -41,7 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone; nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except UsageError as error:
+        return _fail(error, EXIT_USAGE)
     except USER_ERRORS as error:
-        print(f"qwen-hybrid: error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    return EXIT_OK
+        return _fail(error, EXIT_FAILED)
+
+
+def _fail(error: Exception, code: int) -> int:
+    """Write an error in one line; return its exit code."""
+    print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
