@@ -1,8 +1,9 @@
 """Which rows the next step computes: host decisions only, no device, no JAX."""
 
+import bisect
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from cache import FreeList
 from serve.request import Request, Status
@@ -49,8 +50,11 @@ class Work:
 class Scheduler:
     """Admits requests in order, lets every running one advance, fills up with prompts.
 
-    A request owns its blocks for its longest possible length from admission to `release`, so
-    nothing that was admitted can run out of memory.
+    Blocks are taken as rows come. Where a row finds none, the youngest running request gives up
+    everything it owns on the device and waits at the head of the queue, to compute its rows anew
+    later: younger requests make way for older ones, never the other way round, so the oldest one
+    always gets on. A resumed request is left alone until it made a token, and owns the blocks for
+    that from the start, so it gets on as well. What can fit alone therefore ends.
     """
 
     def __init__(self, capacities: Capacities, chunk_len: Callable[[int], int] | None = None):
@@ -63,24 +67,23 @@ class Scheduler:
         self.capacities = capacities
         self.chunk_len = chunk_len or (lambda remaining: remaining)
         self.waiting: collections.deque[Request] = collections.deque()
+        # Oldest first.
         self.running: list[Request] = []
         self.slots = FreeList(0, capacities.num_slots)
         self.blocks = FreeList(0, capacities.num_blocks)
         self.state_slots = FreeList(1, capacities.num_state_slots - 1)
         self.num_retractions = 0
+        self._num_arrived = 0
+        self._work: dict[Request, Work] = {}
 
     @property
     def is_idle(self) -> bool:
         """Nothing runs or waits."""
         return not self.waiting and not self.running
 
-    def blocks_needed(self, request: Request) -> int:
-        """Blocks a request can come to use."""
-        return -(-request.max_len // self.capacities.block_size)
-
     def require_room(self, request: Request) -> None:
         """Raise a ValueError for a request that can never fit."""
-        needed = self.blocks_needed(request)
+        needed = self._blocks_for(request.max_len)
         if needed > self.capacities.num_blocks:
             raise ValueError(
                 f"request {request.rid} needs {needed} blocks, the pool has "
@@ -94,38 +97,49 @@ class Scheduler:
           ValueError: it can never fit.
         """
         self.require_room(request)
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
         self.waiting.append(request)
 
     def plan(self) -> list[Work]:
         """The rows of the next step: a row of each generating request, then prompts."""
-        self._admit()
-        work = []
-        room = self.capacities.max_rows
-        for request in self.running:
-            if request.remaining_prefill == 0 and room > 0 and self._prepare_seal(request, 1) == 1:
-                work.append(Work(request, request.next_ids(1), is_last=True))
-                room -= 1
-        room = min(room, self.capacities.prefill_rows)
-        for request in self.running:
+        self._work = {}
+        num_retractions = self.num_retractions
+        for request in list(self.running):
+            if request.slot >= 0 and request.remaining_prefill == 0 and self._room() > 0:
+                self._plan_rows(request, 1, is_last=True)
+        # Who had to make way would come back at once and have to make way again.
+        if self.num_retractions == num_retractions:
+            self._admit()
+        left = self.capacities.prefill_rows
+        for request in list(self.running):
             remaining = request.remaining_prefill
-            if remaining and room > 0:
+            room = min(left, self._room())
+            if request.slot >= 0 and remaining and room > 0:
                 wanted = max(1, min(self.chunk_len(remaining), remaining, room))
-                count = self._prepare_seal(request, self._whole_blocks(request, wanted, room))
-                if count:
-                    last = count == remaining and not request.output_ids
-                    work.append(Work(request, request.next_ids(count), is_last=last))
-                    room -= count
-        return work
+                count = self._whole_blocks(request, wanted, room)
+                left -= self._plan_rows(request, count, is_last=not request.output_ids)
+        return list(self._work.values())
+
+    def preempt(self, request: Request) -> None:
+        """Take back everything a running request owns; it waits at the head of the queue.
+
+        It keeps its tokens, its seed and whatever else the host knows of it. Called between steps,
+        or by `plan`.
+        """
+        self._give_back(request)
+        self._work.pop(request, None)
+        request.committed_len = request.sealed_len = 0
+        request.num_retractions += 1
+        request.preempted_at = len(request.output_ids)
+        request.status = Status.WAITING
+        self.waiting.appendleft(request)
+        self.num_retractions += 1
 
     def release(self, request: Request) -> None:
         """Give back everything a request owns; the one way out."""
         if request in self.running:
-            self.running.remove(request)
-            self.slots.give([request.slot])
-            self.blocks.give(request.blocks)
-            self.state_slots.give([s for s in (request.sealed_slot, request.next_slot) if s > 0])
-            request.slot, request.blocks = -1, []
-            request.sealed_slot, request.next_slot = 0, -1
+            self._give_back(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -152,7 +166,7 @@ class Scheduler:
             request.next_slot = self.state_slots.take(1)[0]
         return True
 
-    def check_integrity(self, requests: Iterable[Request] = ()) -> None:
+    def check_integrity(self) -> None:
         """Raise AssertionError unless owned and free add up to every pool."""
         for pool in (self.slots, self.blocks, self.state_slots):
             pool.check()
@@ -161,19 +175,85 @@ class Scheduler:
         assert self.blocks.num_taken == sum(len(r.blocks) for r in owned), "blocks leak"
         states = sum((r.sealed_slot > 0) + (r.next_slot > 0) for r in owned)
         assert self.state_slots.num_taken == states, "state slots leak"
+        for request in owned:
+            held = len(request.blocks) * self.capacities.block_size
+            assert request.committed_len <= held, "rows without a block"
+        for request in self.waiting:
+            assert request.slot < 0 and not request.blocks, "a waiting request owns something"
+
+    def _blocks_for(self, num_rows: int) -> int:
+        return -(-num_rows // self.capacities.block_size)
+
+    def _room(self) -> int:
+        """Rows that the step can still take."""
+        return self.capacities.max_rows - sum(len(item.ids) for item in self._work.values())
 
     def _admit(self) -> None:
+        """Start waiting requests in order while there are blocks for all their rows so far."""
         while self.waiting and self.slots.num_free:
             request = self.waiting[0]
-            needed = self.blocks_needed(request)
-            if needed > self.blocks.num_free:
+            # The row of the newest token comes after the prefill and gives the next one.
+            needed = self._blocks_for(request.prefill_len + bool(request.output_ids))
+            if needed > self.blocks.num_free - self._promised_blocks():
                 return
             self.waiting.popleft()
             request.slot = self.slots.take(1)[0]
             request.num_admissions += 1
-            request.blocks = self.blocks.take(needed)
+            if request.is_protected:
+                request.blocks = self.blocks.take(needed)
             request.status = Status.RUNNING
-            self.running.append(request)
+            bisect.insort(self.running, request, key=lambda r: r.arrival)
+
+    def _promised_blocks(self) -> int:
+        """Blocks that the prompts being computed will come to take."""
+        return sum(
+            max(self._blocks_for(r.prefill_len) - len(r.blocks), 0)
+            for r in self.running
+            if r.remaining_prefill
+        )
+
+    def _plan_rows(self, request: Request, count: int, *, is_last: bool) -> int:
+        """Plan up to `count` rows of a request; return how many.
+
+        Args:
+          is_last: the row after which nothing is left to prefill gives a token.
+        """
+        count = self._take_blocks(request, count)
+        count = self._prepare_seal(request, count) if count else 0
+        if count:
+            last = is_last and count >= request.remaining_prefill
+            self._work[request] = Work(request, request.next_ids(count), is_last=last)
+        return count
+
+    def _take_blocks(self, request: Request, count: int) -> int:
+        """Own blocks for the next rows, preempting younger requests; return for how many."""
+        size = self.capacities.block_size
+        end = request.committed_len + count
+        while len(request.blocks) * size < end:
+            while not self.blocks.num_free and self._preempt_younger(request):
+                pass
+            if not self.blocks.num_free:
+                break
+            request.blocks += self.blocks.take(1)
+        return min(end, len(request.blocks) * size) - request.committed_len
+
+    def _preempt_younger(self, request: Request) -> bool:
+        """Preempt the youngest request that is younger; False if there is none."""
+        for other in reversed(self.running):
+            if other is request:
+                return False
+            if not other.is_protected:
+                self.preempt(other)
+                return True
+        return False
+
+    def _give_back(self, request: Request) -> None:
+        self.running.remove(request)
+        self.slots.give([request.slot])
+        self.blocks.give(request.blocks)
+        self.state_slots.give([s for s in (request.sealed_slot, request.next_slot) if s > 0])
+        request.slot, request.blocks = -1, []
+        request.sealed_slot, request.next_slot = 0, -1
 
     def _whole_blocks(self, request: Request, count: int, room: int) -> int:
         """Cut a chunk that the step's room cuts anyway down to whole blocks."""

@@ -26,7 +26,6 @@ from qwen_hybrid import attention, digest, gated_delta_net
 from qwen_hybrid import state as state_module
 from qwen_hybrid.state import StateConfig
 from serve import runner as runner_module
-from serve.engine import Engine
 from serve.scheduler import Scheduler
 from tests.mutants.swap import Shim, swap
 
@@ -353,12 +352,12 @@ def _commit_without_the_bonus(patch: Patch) -> None:
 
 
 def _prompt_counted_a_row_short(patch: Patch) -> None:
-    original = Engine._count_rows
+    original = Scheduler.commit
 
-    def changed(self, request, num_rows):
-        original(self, request, num_rows - (num_rows > 1))
+    def changed(self, item):
+        original(self, dataclasses.replace(item, ids=item.ids[: max(len(item.ids) - 1, 1)]))
 
-    patch.setattr(Engine, "_count_rows", changed)
+    patch.setattr(Scheduler, "commit", changed)
 
 
 def _stale_sealed_slot(patch: Patch) -> None:
@@ -370,13 +369,13 @@ def _stale_sealed_slot(patch: Patch) -> None:
 
 
 def _next_slot_leaks(patch: Patch) -> None:
-    original = Scheduler.release
+    original = Scheduler._give_back
 
     def changed(self, request):
         request.next_slot = -1
         original(self, request)
 
-    patch.setattr(Scheduler, "release", changed)
+    patch.setattr(Scheduler, "_give_back", changed)
 
 
 def _score_of_the_wrong_token(patch: Patch) -> None:

@@ -1,58 +1,12 @@
-"""Host decisions, without a device: named cases, and random runs beside an independent model."""
+"""Host decisions, without a device: admission, rows, seals, the way out."""
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from serve.request import Request, Status, StepResult
-from serve.sampling_params import SamplingParams
-from serve.scheduler import Capacities, Scheduler, Work
-
-BLOCK = 64
-LOG_ROWS = 80
-SMALL = Capacities(
-    num_slots=3,
-    num_blocks=8,
-    num_state_slots=5,
-    block_size=BLOCK,
-    log_rows=LOG_ROWS,
-    max_rows=144,
-    prefill_rows=128,
-)
-
-
-def request(name: str, prompt_len: int, max_new_tokens: int = 4) -> Request:
-    """A request whose tokens tell whose they are."""
-    return Request(
-        rid=name,
-        prompt_ids=[1000 * ord(name[0]) + i for i in range(prompt_len)],
-        params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
-        seed=0,
-        eos_ids=frozenset(),
-    )
-
-
-def take(one: Request, token: int) -> None:
-    """Hand a request a token."""
-    one.take(StepResult(one, tokens=[token]))
-
-
-def run(scheduler: Scheduler, work: list[Work]) -> None:
-    """Do what the engine does after a step, each new token being the number of tokens so far."""
-    for item in work:
-        one = item.request
-        scheduler.commit(item)
-        if item.is_last:
-            take(one, one.prompt_len + len(one.output_ids))
-        if one.is_finished:
-            scheduler.release(one)
-
-
-def rows(work: list[Work]) -> dict[str, int]:
-    """Rows of each request in a step."""
-    return {item.request.rid: len(item.ids) for item in work}
-
+from serve.request import Request, Status
+from serve.scheduler import Scheduler
+from tests.serve.scheduling import BLOCK, LOG_ROWS, SMALL, request, rows, run
 
 # Admission.
 
@@ -83,17 +37,29 @@ def test_a_long_request_at_the_head_is_not_overtaken():
     assert scheduler.running == [larger, small]
 
 
-@pytest.mark.parametrize(
-    ("prompt_len", "max_new_tokens", "blocks"),
-    # The last token that is generated never becomes a row.
-    [(1, 0, 1), (64, 1, 1), (64, 2, 2), (65, 0, 2), (60, 5, 1), (60, 6, 2), (512, 1, 8)],
-)
-def test_owns_blocks_for_the_longest_it_can_get(prompt_len, max_new_tokens, blocks):
-    scheduler = Scheduler(SMALL)
-    one = request("a", prompt_len, max_new_tokens)
+@pytest.mark.parametrize("prompt_len", [1, 63, 64, 65, 200])
+def test_blocks_are_owned_as_rows_come(prompt_len):
+    scheduler = Scheduler(SMALL, chunk_len=lambda remaining: 50)
+    one = request("a", prompt_len, 70)
     scheduler.add(one)
-    scheduler.plan()
-    assert len(one.blocks) == blocks
+    while not one.is_finished:
+        work = scheduler.plan()
+        num_rows = one.committed_len + len(work[0].ids)
+        assert len(one.blocks) == -(-num_rows // BLOCK)
+        run(scheduler, work)
+    # The last token that is generated never becomes a row.
+    assert one.committed_len == prompt_len + 69
+
+
+def test_a_prompt_is_admitted_only_beside_what_others_were_promised():
+    scheduler = Scheduler(SMALL, chunk_len=lambda remaining: 10)
+    first, second, third = request("a", 4 * BLOCK, 1), request("b", 3 * BLOCK, 1), request("c", 65)
+    for one in (first, second, third):
+        scheduler.add(one)
+    run(scheduler, scheduler.plan())
+    # Seven of eight blocks are promised, though two are taken.
+    assert scheduler.blocks.num_taken == 2
+    assert scheduler.running == [first, second]
 
 
 def test_refuses_what_can_never_fit():
@@ -306,172 +272,3 @@ def test_integrity_finds_what_is_wrong(spoil, message):
     spoil(scheduler, one)
     with pytest.raises(AssertionError, match=message):
         scheduler.check_integrity()
-
-
-# Random runs.
-
-
-@dataclasses.dataclass
-class Expected:
-    """What the model knows of a request: its whole text, and how far the device has come.
-
-    Attributes:
-      tokens: prompt and every token it will generate.
-      prompt_len: how many of them are the prompt's.
-      rows: rows computed.
-      sealed: boundary of the last seal stored.
-    """
-
-    tokens: list[int]
-    prompt_len: int
-    rows: int = 0
-    sealed: int = 0
-
-
-class Run:
-    """Drives a scheduler with random arrivals, chunks and aborts, checking every step.
-
-    The model is its own bookkeeping: texts as flat lists, no pools.
-    """
-
-    def __init__(self, seed: int):
-        self.rng = np.random.default_rng(seed)
-        slots = int(self.rng.integers(1, 6))
-        self.takes_all = bool(self.rng.integers(0, 2))
-        self.capacities = Capacities(
-            num_slots=slots,
-            num_blocks=int(self.rng.integers(6, 40)),
-            # The empty state, one for each sequence, one spare: seals wait for one another.
-            num_state_slots=1 + slots + 1,
-            block_size=BLOCK,
-            log_rows=LOG_ROWS,
-            max_rows=int(self.rng.integers(slots, 200)),
-            prefill_rows=int(self.rng.integers(1, 200)),
-        )
-        self.scheduler = Scheduler(self.capacities, self._chunk)
-        self.expected: dict[str, Expected] = {}
-        self.arrived: list[str] = []
-        self.admitted: list[str] = []
-        self.finished: dict[str, Request] = {}
-        self.num_waits = 0
-
-    def _chunk(self, remaining: int) -> int:
-        return remaining if self.takes_all else int(self.rng.integers(1, remaining + 1))
-
-    def arrive(self) -> None:
-        """Queue a request that fits."""
-        name = str(len(self.expected))
-        most = self.capacities.num_blocks * BLOCK
-        prompt_len = int(self.rng.integers(1, most + 1))
-        if self.rng.random() < 0.7:
-            # Several come to their second boundary together, so that seals wait.
-            prompt_len = 126
-        new = int(self.rng.integers(1, min(150, most - prompt_len + 1) + 1))
-        tokens = self.rng.integers(0, 1 << 20, prompt_len + new).tolist()
-        self.expected[name] = Expected(tokens, prompt_len)
-        self.arrived.append(name)
-        one = Request(name, tokens[:prompt_len], SamplingParams(max_new_tokens=new), 0, frozenset())
-        self.scheduler.add(one)
-
-    def step(self) -> None:
-        """Plan, check the plan, pretend to compute it."""
-        work = self.scheduler.plan()
-        self.admitted += [r.rid for r in self.scheduler.running if r.rid not in self.admitted]
-        assert self.admitted == [n for n in self.arrived if n in self.admitted], "overtaken"
-        self._check_ownership()
-        assert len({item.request.rid for item in work}) == len(work)
-        assert sum(len(item.ids) for item in work) <= self.capacities.max_rows
-        assert work or not self.scheduler.running
-        prompt_rows = 0
-        for item in work:
-            model = self.expected[item.request.rid]
-            end = model.rows + len(item.ids)
-            assert item.ids == model.tokens[model.rows : end]
-            assert item.is_last == (end >= model.prompt_len)
-            prompt_rows += len(item.ids) if model.rows < model.prompt_len else 0
-            self._check_log(item, model, end)
-        assert prompt_rows <= self.capacities.prefill_rows
-        for item in work:
-            self._advance(item)
-        self.scheduler.check_integrity()
-
-    def _check_ownership(self) -> None:
-        running = self.scheduler.running
-        for own in (
-            [r.slot for r in running],
-            [b for r in running for b in r.blocks],
-            [s for r in running for s in (r.sealed_slot, r.next_slot) if s > 0],
-        ):
-            assert len(set(own)) == len(own), "two requests own the same"
-        for one in running:
-            assert len(one.blocks) * BLOCK >= one.max_len
-            assert one.sealed_slot > 0 or one.sealed_len == 0, "state 0 is the empty sequence's"
-
-    def _check_log(self, item: Work, model: Expected, end: int) -> None:
-        """A row is kept until the block it is in has been folded into a stored seal."""
-        if item.request.next_slot < 0:
-            self.num_waits += end - model.sealed > BLOCK
-            assert end - model.sealed <= LOG_ROWS, "a row that is still needed is overwritten"
-            assert (end - 1) // BLOCK * BLOCK - model.sealed <= BLOCK, "two blocks to fold"
-
-    def _advance(self, item: Work) -> None:
-        one, model = item.request, self.expected[item.request.rid]
-        model.rows += len(item.ids)
-        boundary = (model.rows - 1) // BLOCK * BLOCK
-        if one.next_slot > 0:
-            assert boundary > model.sealed, "a slot was reserved for a seal that is not due"
-            model.sealed, written = boundary, one.next_slot
-            self.scheduler.stored(one, boundary)
-            assert one.sealed_slot == written, "the log goes on from a state that is not its own"
-        one.committed_len = model.rows
-        assert one.sealed_len == model.sealed
-        if item.is_last:
-            take(one, model.tokens[model.rows])
-        if one.is_finished:
-            self._end(one)
-
-    def _end(self, one: Request) -> None:
-        self.scheduler.release(one)
-        self.finished[one.rid] = one
-
-    def abort(self) -> None:
-        """End a request, wherever it is."""
-        some = [*self.scheduler.waiting, *self.scheduler.running]
-        if some:
-            one = some[int(self.rng.integers(0, len(some)))]
-            one.finish({"type": "abort", "message": "", "status_code": None})
-            self._end(one)
-            if one.rid not in self.admitted:
-                self.arrived.remove(one.rid)
-
-
-def finish_run(driver: Run) -> None:
-    """Random operations, then steps until all is done; check what every request got."""
-    for _ in range(200):
-        draw = driver.rng.random()
-        if draw < 0.04:
-            for _ in range(int(driver.rng.integers(1, 9))):
-                driver.arrive()
-        elif draw < 0.06:
-            driver.abort()
-        else:
-            driver.step()
-    while not driver.scheduler.is_idle:
-        driver.step()
-    pools = (driver.scheduler.slots, driver.scheduler.blocks, driver.scheduler.state_slots)
-    assert [pool.num_taken for pool in pools] == [0, 0, 0]
-    for name, one in driver.finished.items():
-        if one.finish_reason == {"type": "length", "length": one.params.max_new_tokens}:
-            assert [*one.prompt_ids, *one.output_ids] == driver.expected[name].tokens
-        else:
-            assert one.finish_reason and one.finish_reason["type"] == "abort"
-
-
-def test_random_runs_beside_a_model():
-    drivers = [Run(seed) for seed in range(40)]
-    for driver in drivers:
-        finish_run(driver)
-    reasons = [(r.finish_reason or {})["type"] for d in drivers for r in d.finished.values()]
-    met = {kind: reasons.count(kind) for kind in ("abort", "length")}
-    met["waits"] = sum(driver.num_waits for driver in drivers)
-    assert min(met.values()) > 20, met
