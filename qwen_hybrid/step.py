@@ -1,11 +1,26 @@
-"""One jitted step: rows in, a token and its log-probability out for the rows that are read."""
+"""One jitted step: rows in, a token and log-probabilities out for the rows that are read."""
 
+import dataclasses
+from typing import Any
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.index import take
-from pallas_kernels.rows import map_tiles
-from pallas_kernels.sampling import Sampling, choose, log_probability
+from pallas_kernels.rows import Rows, map_tiles
+from pallas_kernels.sampling import (
+    Penalties,
+    Sampling,
+    SlotHistory,
+    choose,
+    count_tokens,
+    likeliest,
+    log_probabilities,
+    penalized,
+    top_tokens,
+)
 from pallas_kernels.struct import struct
 from qwen_hybrid.layers import Weights
 from qwen_hybrid.model import HybridModel
@@ -13,6 +28,8 @@ from qwen_hybrid.state import Call, ModelState, StateConfig
 
 # Casts happen where the code says so: keeping a wider value would make bits depend on fusion.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+
+MAX_TOP_LOGPROBS = 20
 
 
 @struct
@@ -31,16 +48,103 @@ class Reads:
 
 
 @struct
+class Wanted:
+    """Which log-probabilities the rows of a slot give.
+
+    Attributes:
+      any: some at all.
+      top: those of the likeliest tokens too.
+      token_ids: those of these tokens too, whatever they are.
+    """
+
+    any: Bool[Array, " B"]
+    top: Bool[Array, " B"]
+    token_ids: Int[Array, "B I"]
+
+
+@struct
+class SlotParameters:
+    """What each slot's request asks of the sampler.
+
+    Attributes:
+      sampling: temperature, filters, seed.
+      penalties: changes to the logits before those.
+      wanted: log-probabilities, which are those of the raw logits.
+    """
+
+    sampling: Sampling
+    penalties: Penalties
+    wanted: Wanted
+
+
+@struct
 class Chosen:
     """What each read row gives.
 
     Attributes:
       token: the token the row samples for the position after its own.
-      log_probability: of the target, or of `token`, under the raw float32 logits.
+      top: the likeliest tokens, descending; arbitrary unless wanted.
+      log_probability: under the raw float32 logits, of the target or of `token`, then of `top`,
+        then of the slot's `token_ids`; arbitrary unless wanted.
     """
 
     token: Int[Array, " R"]
-    log_probability: Float[Array, " R"]
+    top: Int[Array, "R K"]
+    log_probability: Float[Array, "R J"]
+
+
+def _of_slots(tree: Any, slot: Int[Array, " M"]) -> Any:
+    return jax.tree.map(lambda a: take(a, slot), tree)
+
+
+def _sampled(
+    logits: Float[Array, "M V"],
+    parameters: SlotParameters,
+    history: SlotHistory,
+    *,
+    slot: Int[Array, " M"],
+    target: Int[Array, " M"],
+    position: Int[Array, " M"],
+) -> Int[Array, " M"]:
+    """The token each row samples at `position`; any for rows that have a target."""
+    own = _of_slots(parameters.sampling, slot)
+    # A row that is only scored needs neither noise nor filters.
+    own = dataclasses.replace(own, temperature=jnp.where(target >= 0, 0.0, own.temperature))
+    changes = take(parameters.penalties.in_use, slot) & (target < 0)
+
+    def change(logits: Array) -> Array:
+        penalties = _of_slots(parameters.penalties, slot)
+        marks, bias = take(history.marks, slot), take(history.bias, slot)
+        return penalized(logits, marks, bias, penalties, position)
+
+    def sample(logits: Array) -> Array:
+        scores = lax.cond(jnp.any(changes), change, lambda x: x, logits)
+        return choose(scores, own, position)
+
+    # The common case costs one pass over the logits and no copy.
+    return lax.cond(jnp.all(~changes & own.is_greedy), likeliest, sample, logits)
+
+
+def _log_probabilities(
+    logits: Float[Array, "M V"], wanted: Wanted, slot: Int[Array, " M"], token: Int[Array, " M"]
+) -> tuple[Int[Array, "M K"], Float[Array, "M J"]]:
+    """`Chosen.top` and `Chosen.log_probability` of rows that give `token`."""
+    num_rows, vocab_size = logits.shape
+    count, num_ids = min(MAX_TOP_LOGPROBS, vocab_size), wanted.token_ids.shape[1]
+
+    def no_top(logits: Array) -> Array:
+        return jnp.zeros((num_rows, count), jnp.int32)
+
+    def some(logits: Array) -> tuple[Array, Array]:
+        has_top = jnp.any(take(wanted.top, slot))
+        top = lax.cond(has_top, lambda x: top_tokens(x, count), no_top, logits)
+        tokens = jnp.concatenate([token[:, None], top, take(wanted.token_ids, slot)], axis=1)
+        return top, log_probabilities(logits, tokens)
+
+    def none(logits: Array) -> tuple[Array, Array]:
+        return no_top(logits), jnp.zeros((num_rows, 1 + count + num_ids), jnp.float32)
+
+    return lax.cond(jnp.any(take(wanted.any, slot)), some, none, logits)
 
 
 def step(
@@ -48,30 +152,49 @@ def step(
     state_config: StateConfig,
     params: Weights,
     state: ModelState,
+    history: SlotHistory,
     call: Call,
     reads: Reads,
-    sampling: Sampling,
-) -> tuple[Chosen, ModelState]:
+    parameters: SlotParameters,
+) -> tuple[Chosen, ModelState, SlotHistory]:
     """Compute the rows of a call and choose a token for each row that is read.
 
-    Nothing is committed.
+    Rows are not committed; sampled tokens are counted in the history.
 
-    Args:
-      sampling: parameters of each slot.
-
-    Donates: `state`, where the caller jits it so.
+    Donates: `state` and `history`, where the caller jits it so.
     """
     bound = model.bind({"params": params})
     x, rows, state = bound(call, state, state_config)
 
     def choose_rows(row: Array, target: Array) -> Chosen:
         logits = bound.head(bound.final(take(x, row)))
-        slot = take(rows.slot, row)
-        own = Sampling(*(take(getattr(sampling, f), slot) for f in Sampling.__dataclass_fields__))
-        token = choose(logits, own, take(rows.position, row) + 1)
-        return Chosen(token, log_probability(logits, jnp.where(target >= 0, target, token)))
+        slot, position = take(rows.slot, row), take(rows.position, row) + 1
+        token = _sampled(logits, parameters, history, slot=slot, target=target, position=position)
+        given = jnp.where(target >= 0, target, token)
+        return Chosen(token, *_log_probabilities(logits, parameters.wanted, slot, given))
 
-    return map_tiles(choose_rows, reads.count, reads.row, reads.target), state
+    chosen = map_tiles(choose_rows, reads.count, reads.row, reads.target)
+    return chosen, state, _counted(history, chosen.token, rows, call, reads, parameters)
+
+
+def _counted(
+    history: SlotHistory,
+    token: Int[Array, " R"],
+    rows: Rows,
+    call: Call,
+    reads: Reads,
+    parameters: SlotParameters,
+) -> SlotHistory:
+    """The history after a step's tokens; nothing is done unless someone reads it."""
+    is_read = jnp.any(parameters.penalties.in_use & (call.count > 0))
+    marks = count_tokens(
+        history.marks,
+        take(rows.slot, reads.row),
+        token,
+        reads.target < 0,
+        jnp.where(is_read, reads.count, 0),
+    )
+    return dataclasses.replace(history, marks=marks)
 
 
 def logits(

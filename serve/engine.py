@@ -31,7 +31,7 @@ from serve.loading import (
 from serve.loop import Call, EngineLoop
 from serve.model_path import resolve_model_path
 from serve.request import Request
-from serve.results import meta_info, visible_ids
+from serve.results import meta_info
 from serve.runner import Runner
 from serve.sampling_params import SamplingParams
 from serve.scheduler import Capacities, Scheduler
@@ -135,6 +135,9 @@ class Engine:
         input_ids: Ids = None,
         *,
         return_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        token_ids_logprob: Sequence[int] | None = None,
         return_state_digest: bool = False,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
@@ -148,6 +151,9 @@ class Engine:
           input_ids: token ids of one prompt or of a list.
           sampling_params: one for all, or a list as long as the batch.
           return_logprob: log-probabilities of the output, of the raw float32 logits.
+          logprob_start_len: those of the prompt's tokens after this position too; -1 for none.
+          top_logprobs_num: those of so many likeliest tokens at each position too, at most 20.
+          token_ids_logprob: those of these ids at each position too, at most 128.
           return_state_digest: a digest of the committed state of each request at its end.
           stream: return an iterator of results so far; those of several requests have `index`.
           rid: request ids; drawn if not given. Sample i of n > 1 is named `rid-i`.
@@ -163,7 +169,13 @@ class Engine:
           StepError: a step failed. EngineDeadError: the engine did.
           RuntimeError: called inside a running event loop.
         """
-        wanted = Wanted(return_logprob=return_logprob, return_state_digest=return_state_digest)
+        wanted = Wanted(
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob,
+            return_state_digest=return_state_digest,
+        )
         batch = self._read(
             (prompt, sampling_params, input_ids), rid=rid, wanted=wanted, on_error=on_error
         )
@@ -182,6 +194,9 @@ class Engine:
         input_ids: Ids = None,
         *,
         return_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        token_ids_logprob: Sequence[int] | None = None,
         return_state_digest: bool = False,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
@@ -191,7 +206,13 @@ class Engine:
 
         A cancelled call aborts its requests.
         """
-        wanted = Wanted(return_logprob=return_logprob, return_state_digest=return_state_digest)
+        wanted = Wanted(
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob,
+            return_state_digest=return_state_digest,
+        )
         batch = self._read(
             (prompt, sampling_params, input_ids), rid=rid, wanted=wanted, on_error=on_error
         )
@@ -229,17 +250,19 @@ class Engine:
         prompt = self.inputs.conversations(messages, tools, chat_template_kwargs or {})
         return self.generate(prompt, sampling_params, **options)
 
-    def score(self, input_ids: Ids) -> Results:
+    def score(self, input_ids: Ids, *, top_logprobs_num: int = 0) -> Results:
         """Log-probability of every token of a sequence given those before it, by prefill.
+
+        Args:
+          top_logprobs_num: those of so many likeliest tokens at each position too, at most 20.
 
         Returns:
           A result, or a list for a list; meta_info["input_token_logprobs"] holds
           (log-probability, id, text) triples, None for the first token.
         """
-        batch = self._read((None, SamplingParams(max_new_tokens=0), input_ids))
+        wanted = Wanted(return_logprob=True, logprob_start_len=0, top_logprobs_num=top_logprobs_num)
+        batch = self._read((None, SamplingParams(max_new_tokens=0), input_ids), wanted=wanted)
         _refuse_event_loop()
-        for request in batch.requests:
-            request.score_prompt = True
         self._run(batch, progress=False)
         return self._results(batch)
 
@@ -360,7 +383,6 @@ class Engine:
         return PartReader(
             batch,
             self._outcome,
-            self.tokenizer,
             is_incremental=self._is_incremental,
             interval=self._interval,
         )
@@ -373,11 +395,8 @@ class Engine:
         results = [self._outcome(batch, at) for at in range(len(batch.entries))]
         return results if batch.is_list else results[0]
 
-    def _outcome(self, batch: Batch, at: int, text: str | None = None) -> Result:
-        """What the caller gets for an entry of a batch.
-
-        Args:
-          text: of the entry so far; None decodes the output.
+    def _outcome(self, batch: Batch, at: int) -> Result:
+        """What the caller gets for an entry of a batch, so far.
 
         Raises:
           Exception: the entry failed, and the caller did not want that returned.
@@ -385,24 +404,19 @@ class Engine:
         index, entry = batch.entries[at]
         error = entry.error if isinstance(entry, Request) else entry
         if isinstance(entry, Request) and error is None:
-            return self._result(entry, text)
+            return self._result(entry)
         assert error is not None
         if batch.on_error == "raise" or isinstance(error, EngineDeadError):
             raise error
         return {"error": {"message": str(error), "type": type(error).__name__, "index": index}}
 
-    def _result(self, request: Request, text: str | None) -> Result:
+    def _result(self, request: Request) -> Result:
         info = meta_info(request, self.tokenizer)
         if request.state_digests is not None:
             info["state_digest"] = combined(request.state_digests)
         result: Result = {"output_ids": list(request.output_ids), "meta_info": info}
-        if self.tokenizer is not None:
-            skip = request.params.skip_special_tokens
-            result["text"] = (
-                self.tokenizer.decode(visible_ids(request), skip_special_tokens=skip)
-                if text is None
-                else text
-            )
+        if request.output_text is not None:
+            result["text"] = request.output_text.shown
         return result
 
 

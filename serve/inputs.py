@@ -5,11 +5,14 @@ import hashlib
 import numbers
 import secrets
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from qwen_hybrid.step import MAX_TOP_LOGPROBS
+from serve.output_text import OutputText
 from serve.request import Request
 from serve.sampling_params import (
+    MAX_TOKEN_IDS_LOGPROB,
     SamplingParams,
     as_sampling_params,
     require_supported,
@@ -44,18 +47,41 @@ class Wanted:
 
     Attributes:
       return_logprob: log-probabilities of the output.
+      logprob_start_len: those of the prompt's tokens after this position too; -1 for none.
+      top_logprobs_num: those of so many likeliest tokens too.
+      token_ids_logprob: those of these ids too; None for none.
       return_state_digest: a digest of the committed state at the end.
     """
 
     return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: Sequence[int] | None = None
     return_state_digest: bool = False
 
     def __post_init__(self) -> None:
         for name in ("return_logprob", "return_state_digest"):
             require_bool(name, getattr(self, name))
+        if self.token_ids_logprob is not None:
+            ids = _listed("token_ids_logprob", self.token_ids_logprob, "a list of token ids")
+            object.__setattr__(self, "token_ids_logprob", tuple(ids))
+        start, top, ids = self.logprob_start_len, self.top_logprobs_num, self.token_ids
+        if not _is_int(start) or start < -1:
+            raise ValueError(f"logprob_start_len must be an integer of at least -1, got {start!r}")
+        if not _is_int(top) or not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs_num must be in [0, {MAX_TOP_LOGPROBS}], got {top!r}")
+        if len(ids) > MAX_TOKEN_IDS_LOGPROB:
+            raise ValueError(
+                f"token_ids_logprob must have at most {MAX_TOKEN_IDS_LOGPROB} ids, got {len(ids)}"
+            )
+        if not self.return_logprob and (start >= 0 or top or ids):
+            name = (start >= 0 and "logprob_start_len") or (top and "top_logprobs_num")
+            raise ValueError(f"{name or 'token_ids_logprob'} needs return_logprob=True")
 
-
-NOTHING_MORE = Wanted()
+    @property
+    def token_ids(self) -> list[Any]:
+        """`token_ids_logprob` as a list."""
+        return list(self.token_ids_logprob or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +130,7 @@ class Inputs:
         input_ids: Any = None,
         *,
         rid: Any = None,
-        wanted: Wanted = NOTHING_MORE,
+        wanted: Wanted | None = None,
         on_error: str = "raise",
     ) -> Batch:
         """Make the requests of a call; nothing is queued yet.
@@ -115,6 +141,7 @@ class Inputs:
         """
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error must be raise or return, got {on_error!r}")
+        wanted = wanted or Wanted()
         prompts, is_list = self._prompts(prompt, input_ids)
         encode = self._encode if input_ids is None else _as_ids
         params = _broadcast("sampling_params", sampling_params, len(prompts), is_list)
@@ -182,8 +209,11 @@ class Inputs:
         """The `n` requests of a prompt."""
         if rid is not None and not (isinstance(rid, str) and rid):
             raise ValueError(f"rid must be a string that is not empty, got {rid!r}")
-        self._check_ids(ids)
+        self._check_prompt(ids)
         self._check_params(params)
+        # Before the length is looked at: that is what it is for.
+        ids = ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
+        self._check_logprobs(wanted, len(ids))
         self._check_length(len(ids), params.max_new_tokens)
         name = rid or uuid.uuid4().hex
         given = params.sampling_seed
@@ -198,7 +228,11 @@ class Inputs:
                 seed=fold(seed, index),
                 sample_index=index,
                 eos_ids=frozenset(self.eos_token_ids),
+                output_text=OutputText(self.tokenizer, params) if self.tokenizer else None,
                 return_logprob=wanted.return_logprob,
+                logprob_start_len=wanted.logprob_start_len,
+                top_logprobs_num=wanted.top_logprobs_num,
+                token_ids_logprob=tuple(int(i) for i in wanted.token_ids),
                 return_state_digest=wanted.return_state_digest,
             )
             for index in range(params.n)
@@ -206,13 +240,24 @@ class Inputs:
         self.require_room(requests[0])
         return requests
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
             raise ValueError("a prompt needs at least one token")
+        self._check_ids("input_ids", ids)
+
+    def _check_ids(self, name: str, ids: list[int]) -> None:
         size = self.vocab_size
         wrong = next((i for i in ids if not _is_int(i) or not 0 <= i < size), None)
         if wrong is not None:
-            raise ValueError(f"input_ids must be integers in [0, {size - 1}], got {wrong!r}")
+            raise ValueError(f"{name} must be integers in [0, {size - 1}], got {wrong!r}")
+
+    def _check_logprobs(self, wanted: Wanted, prompt_len: int) -> None:
+        self._check_ids("token_ids_logprob", wanted.token_ids)
+        if wanted.logprob_start_len >= prompt_len:
+            raise ValueError(
+                f"logprob_start_len must be below the prompt's length ({prompt_len} tokens), "
+                f"got {wanted.logprob_start_len}"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         require_supported(params)

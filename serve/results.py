@@ -1,16 +1,56 @@
 """What a caller gets back for a request."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from serve.request import Request
+from serve.request import Pair, Request
 from serve.tokenizer import Tokenizer
+
+Triple = tuple[float | None, int, str | None]
+
+
+def _triple(value: float | None, token: int, tokenizer: Tokenizer | None) -> Triple:
+    return value, token, tokenizer.token_text(token) if tokenizer else None
 
 
 def _triples(
-    logprobs: list[float], ids: list[int], tokenizer: Tokenizer | None
-) -> list[tuple[float, int, str | None]]:
-    text = tokenizer.token_text if tokenizer else lambda _: None
-    return [(p, i, text(i)) for p, i in zip(logprobs, ids, strict=True)]
+    values: Iterable[float | None], ids: Iterable[int], tokenizer: Tokenizer | None
+) -> list[Triple]:
+    return [_triple(value, token, tokenizer) for value, token in zip(values, ids, strict=True)]
+
+
+def _lists(rows: list[list[Pair]], tokenizer: Tokenizer | None) -> list[list[Triple]]:
+    return [[_triple(value, token, tokenizer) for value, token in row] for row in rows]
+
+
+def _output_logprobs(request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Log-probabilities of the output, by SGLang's names."""
+    if not request.returns_output_logprobs:
+        return {}
+    info: dict[str, Any] = {
+        "output_token_logprobs": _triples(request.output_logprobs, request.output_ids, tokenizer)
+    }
+    if request.num_output_top:
+        info["output_top_logprobs"] = _lists(request.output_top_logprobs, tokenizer)
+    if request.token_ids_logprob:
+        info["output_token_ids_logprobs"] = _lists(request.output_token_ids_logprobs, tokenizer)
+    return info
+
+
+def _input_logprobs(request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The same of the prompt, as far as they are known: nothing is before its first token."""
+    start = request.input_start
+    if start < 0:
+        return {}
+    values = [None, *request.input_logprobs]
+    ids = request.prompt_ids[start : start + len(values)]
+    info: dict[str, Any] = {"input_token_logprobs": _triples(values, ids, tokenizer)}
+    if request.num_input_top:
+        info["input_top_logprobs"] = [None, *_lists(request.input_top_logprobs, tokenizer)]
+    if request.token_ids_logprob:
+        rows = _lists(request.input_token_ids_logprobs, tokenizer)
+        info["input_token_ids_logprobs"] = [None, *rows]
+    return info
 
 
 def _timing(request: Request) -> dict[str, float]:
@@ -37,26 +77,12 @@ def meta_info(request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "prompt_tokens": request.prompt_len,
         "completion_tokens": len(request.output_ids),
         "cached_tokens": 0,
-        "num_retractions": 0,
+        "num_retractions": request.num_retractions,
         "sampling_seed": request.seed,
         **_timing(request),
+        **_input_logprobs(request, tokenizer),
+        **_output_logprobs(request, tokenizer),
     }
-    if request.return_logprob:
-        info["output_token_logprobs"] = _triples(
-            request.output_logprobs, request.output_ids, tokenizer
-        )
-    if request.score_prompt:
-        scored = _triples(request.input_logprobs, request.prompt_ids[1:], tokenizer)
-        first = request.prompt_ids[0]
-        text = tokenizer.token_text(first) if tokenizer else None
-        info["input_token_logprobs"] = [(None, first, text), *scored]
     if request.state_digests is not None:
         info["state_digests"] = request.state_digests
     return info
-
-
-def visible_ids(request: Request) -> list[int]:
-    """Output ids that show as text: a stop token, once it ended the request, does not."""
-    reason = request.finish_reason or {}
-    matched = reason.get("type") == "stop" and isinstance(reason.get("matched"), int)
-    return request.output_ids[:-1] if matched else request.output_ids

@@ -3,43 +3,28 @@
 import dataclasses
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.sampling import Sampling
 from pallas_kernels.struct import build
 from qwen_hybrid import digest
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.model import HybridModel
 from qwen_hybrid.params import ParamTree
 from qwen_hybrid.state import Call, Sequences, StateConfig, commit, init_state
-from qwen_hybrid.step import COMPILER_OPTIONS, Reads, step
-from serve.request import Request
+from qwen_hybrid.step import COMPILER_OPTIONS, Chosen, Reads, step
+from serve.request import Logprobs, Pair, Request, StepResult
+from serve.sampling_slots import SamplingSlots
 from serve.scheduler import Work
 
 _log = logging.getLogger(__name__)
 
-MAX_TEMPERATURE = float(np.finfo(np.float32).max)
-MAX_TOP_K = int(np.iinfo(np.int32).max)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What one request got from a step.
-
-    Attributes:
-      request: whose.
-      token, log_probability: the token its last row sampled, if that row was read.
-      scored: log-probabilities of the tokens after its rows, if it is being scored.
-    """
-
-    request: Request
-    token: int | None
-    log_probability: float | None
-    scored: list[float]
+# The target of a row that samples a token.
+SAMPLE = -1
 
 
 def widen(params: ParamTree) -> ParamTree:
@@ -78,21 +63,24 @@ class Runner:
         self._state = init_state(config, state_config)
         self._step = jax.jit(
             functools.partial(self._traced_step, model),
-            donate_argnums=1,
+            donate_argnums=(1, 2),
             compiler_options=COMPILER_OPTIONS,
         )
         self._extract = jax.jit(digest.extract)
-        self._sampling = _SamplingArrays(state_config.num_slots)
+        self._sampling = SamplingSlots(state_config.num_slots, config.vocab_size)
 
-    def _traced_step(self, model: HybridModel, params, state, call, reads, sampling):
+    def _traced_step(self, model: HybridModel, params, state, history, call, reads, parameters):
         # Runs when a program is traced, that is once per compilation.
         self.num_compiles += 1
         _log.info("compiling a step of %d rows", call.ids.shape[0])
-        chosen, state = step(model, self.state_config, params, state, call, reads, sampling)
-        return chosen, commit(state, call.certain)
+        chosen, state, history = step(
+            model, self.state_config, params, state, history, call, reads, parameters
+        )
+        return chosen, commit(state, call.certain), history
 
     def warm_up(self) -> None:
         """Compile every program before the first request."""
+        self._sampling.warm_up()
         for rows in self.row_buckets:
             nothing = np.zeros(self.state_config.num_slots, np.int32)
             self._call(rows, np.zeros(0, np.int32), nothing, [], nothing.astype(bool), [])
@@ -113,10 +101,27 @@ class Runner:
         rows = next(bucket for bucket in self.row_buckets if bucket >= len(ids))
         no_seal = np.zeros(count.shape, bool)
         requests = [item.request for item in by_slot]
-        tokens, logprobs = self._call(
-            rows, np.asarray(ids, np.int32), count, reads, no_seal, requests
-        )
-        return [_result(item, tokens[a:b], logprobs[a:b]) for item, a, b in spans]
+        chosen = self._call(rows, np.asarray(ids, np.int32), count, reads, no_seal, requests)
+        targets = [target for _, target in reads]
+        # Most steps want tokens alone: the rest stays where it is.
+        if not any(request.wants_logprobs for request in requests):
+            tokens = jax.device_get(chosen.token).tolist()
+            return [StepResult(item.request, tokens[a:b]) for item, a, b in spans]
+        chosen = jax.device_get(chosen)
+        return [_result(item.request, chosen, a, targets[a:b]) for item, a, b in spans]
+
+    def is_whole(self) -> bool:
+        """Whether the decode state is there and valid after a step that raised."""
+        held = jax.tree.leaves((self._state, self._sampling.history))
+        leaves = [leaf for leaf in held if isinstance(leaf, jax.Array)]
+        if any(leaf.is_deleted() for leaf in leaves):
+            return False
+        try:
+            jax.block_until_ready(leaves)
+        except RuntimeError as error:
+            _log.error("the decode state is lost: %s", error)
+            return False
+        return True
 
     def _call(
         self,
@@ -126,25 +131,24 @@ class Runner:
         reads: list[tuple[int, int]],
         seal_only: Any,
         requests: list[Request],
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> Chosen:
         packed: Any = np.zeros((3, rows), np.int32)
         packed[0, : len(ids)] = ids
-        packed[2] = -1
+        packed[2] = SAMPLE
         for i, (row, target) in enumerate(reads):
             packed[1, i], packed[2, i] = row, target
-        for request in requests:
-            self._sampling.set(request)
+        self._sampling.assign(requests)
         state = dataclasses.replace(self._state, sequences=self._sequences(requests))
         num_reads: Any = np.asarray(len(reads), np.int32)
-        chosen, self._state = self._step(
+        chosen, self._state, self._sampling.history = self._step(
             self._params,
             state,
+            self._sampling.history,
             build(Call, ids=packed[0], count=count, certain=count, seal_only=seal_only),
             build(Reads, row=packed[1], target=packed[2], count=num_reads),
-            self._sampling.arrays,
+            self._sampling.parameters,
         )
-        token, log_probability = jax.device_get((chosen.token, chosen.log_probability))
-        return token[: len(reads)], log_probability[: len(reads)]
+        return chosen
 
     def _sequences(self, requests: list[Request]) -> Sequences:
         """Where the slots of a call stand; the others compute nothing."""
@@ -185,47 +189,45 @@ class Runner:
 
 
 def _reads(item: Work, first_row: int) -> list[tuple[int, int]]:
-    """(packed row, target) of the rows whose logits are wanted."""
+    """(packed row, target) of the rows whose logits are wanted, scored ones first."""
     request = item.request
-    if request.score_prompt:
-        at = request.committed_len
-        targets = request.prompt_ids[at + 1 : at + 1 + len(item.ids)]
-        return [(first_row + i, target) for i, target in enumerate(targets)]
-    if item.is_last and request.params.max_new_tokens > 0:
-        return [(first_row + len(item.ids) - 1, -1)]
-    return []
+    start, end = request.committed_len, request.committed_len + len(item.ids)
+    reads = []
+    if request.input_start >= 0:
+        # What an earlier piece, or the same before a preemption, has given is not given again.
+        first = max(request.input_start + request.num_scored, start)
+        targets = request.prompt_ids[first + 1 : end + 1]
+        reads = [(first_row + first - start + i, target) for i, target in enumerate(targets)]
+    # The newest token is the last row's: the one after it is still to be sampled.
+    if end == request.prompt_len + len(request.output_ids) and request.params.max_new_tokens > 0:
+        reads.append((first_row + len(item.ids) - 1, SAMPLE))
+    return reads
 
 
-def _result(item: Work, tokens: np.ndarray, logprobs: np.ndarray) -> StepResult:
-    if item.request.score_prompt:
-        return StepResult(item.request, None, None, [float(p) for p in logprobs])
-    if not len(tokens):
-        return StepResult(item.request, None, None, [])
-    return StepResult(item.request, int(tokens[0]), float(logprobs[0]), [])
+def _result(request: Request, chosen: Chosen, first: int, targets: list[int]) -> StepResult:
+    """What the reads from `first` on give a request."""
+    num_scored = sum(target != SAMPLE for target in targets)
+    middle, end = first + num_scored, first + len(targets)
+    return StepResult(
+        request,
+        tokens=[int(token) for token in chosen.token[middle:end]],
+        sampled=_logprobs(request, chosen, slice(middle, end), request.num_output_top),
+        scored=_logprobs(request, chosen, slice(first, middle), request.num_input_top),
+    )
 
 
-class _SamplingArrays:
-    """Sampling parameters of every slot, as the step takes them."""
+def _logprobs(request: Request, chosen: Chosen, rows: slice, num_top: int) -> Logprobs:
+    if not request.wants_logprobs:
+        return Logprobs()
+    values, top = chosen.log_probability[rows].tolist(), chosen.top[rows].tolist()
+    after_top = 1 + chosen.top.shape[1]
 
-    def __init__(self, num_slots: int):
-        def of(value: float, dtype: Any, *shape: int) -> Any:
-            return np.full((num_slots, *shape), value, dtype)
+    def pairs(ids: Sequence[int], values: list[float]) -> list[Pair]:
+        return list(zip(values, ids, strict=False))
 
-        self.arrays = build(
-            Sampling,
-            temperature=of(0, np.float32),
-            top_k=of(0, np.int32),
-            top_p=of(1, np.float32),
-            min_p=of(0, np.float32),
-            seed=of(0, np.uint32, 2),
-        )
-
-    def set(self, request: Request) -> None:
-        """Take over a request's parameters."""
-        arrays: Any = self.arrays
-        params, slot, seed = request.params, request.slot, request.seed % (1 << 64)
-        arrays.temperature[slot] = min(params.temperature, MAX_TEMPERATURE)
-        # Beyond the vocabulary, top-k keeps all.
-        arrays.top_k[slot] = min(max(params.top_k, 0), MAX_TOP_K)
-        arrays.top_p[slot], arrays.min_p[slot] = params.top_p, params.min_p
-        arrays.seed[slot] = seed >> 32, seed & 0xFFFFFFFF
+    own = request.token_ids_logprob
+    return Logprobs(
+        tokens=[row[0] for row in values],
+        top=[pairs(ids[:num_top], row[1:]) for ids, row in zip(top, values, strict=True)],
+        token_ids=[pairs(own, row[after_top:]) for row in values],
+    )

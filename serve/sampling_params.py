@@ -9,26 +9,32 @@ import difflib
 import json
 import math
 import numbers
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from qwen_hybrid.step import MAX_TOP_LOGPROBS
+from serve.stop_regex import compile_patterns
 
 MAX_STOPS = 32
 MAX_STOP_REGEX_BYTES = 256
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_SAMPLES = 64
+MAX_TOKEN_IDS_LOGPROB = 128
 GREEDY_TEMPERATURE = 1e-6
 
-ALIASES = {"seed": "sampling_seed"}
-
-# Other engines' names for ours, better guesses than the spelling gives.
-FOREIGN_NAMES = {
+# Other engines' names for the same thing.
+ALIASES = {
+    "seed": "sampling_seed",
     "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "include_stop_str_in_output": "no_stop_trim",
-    "do_sample": "temperature",
 }
+
+# Names for something near, better guesses than the spelling gives.
+FOREIGN_NAMES = {"max_completion_tokens": "max_new_tokens", "do_sample": "temperature"}
+
+# What `generation_config.json` may set; its other entries are not about sampling, or not ours.
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # Known elsewhere, never here: refused by name, so that nobody hunts for a spelling.
 REFUSED_NAMES = frozenset(
@@ -45,26 +51,10 @@ REFUSED_NAMES = frozenset(
     }
 )
 
-# Parsed and checked, but not carried out yet: each leaves this list with the change that adds it.
-UNSUPPORTED_PARAMS = (
-    "min_new_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "stop",
-    "stop_regex",
-    "no_stop_trim",
-    "n",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "stream_interval",
-    "custom_params",
-)
-
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+# Parsed and checked, but not carried out yet: each leaves this list with the change that adds it.
+UNSUPPORTED_PARAMS = GRAMMARS
 
 
 def _integer(value: Any) -> int | None:
@@ -152,7 +142,7 @@ def _stop_strings(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def _stop_patterns(name: str, value: Any) -> tuple[str, ...] | None:
-    """Return the stop patterns, None if there are none; each compiles and is short."""
+    """Return the stop patterns, None if there are none; each is short and can be matched."""
     patterns = _strings(name, value)
     if len(patterns) > MAX_STOPS:
         raise ValueError(
@@ -164,10 +154,7 @@ def _stop_patterns(name: str, value: Any) -> tuple[str, ...] | None:
             raise ValueError(
                 f"a stop_regex pattern must have 1 to {MAX_STOP_REGEX_BYTES} bytes, got {num_bytes}"
             )
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"stop_regex {pattern!r} is not a pattern: {error}") from error
+    compile_patterns(patterns)
     return patterns or None
 
 
@@ -229,6 +216,7 @@ def _seed(name: str, value: Any) -> int:
 # One canonicaliser per field: it returns the value that the field will hold, or raises.
 _COUNT = _Number("at least 0", low=0, integer=True)
 _PENALTY = _Number("in [-2, 2]", low=-2, high=2)
+_NUM_TOP = _Number(f"in [0, {MAX_TOP_LOGPROBS}]", low=0, high=MAX_TOP_LOGPROBS, integer=True)
 _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": _COUNT,
     "min_new_tokens": _COUNT,
@@ -255,6 +243,9 @@ _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "structural_tag": _grammar,
     "stream_interval": _Number("at least 1", low=1, integer=True),
     "custom_params": _custom_params,
+    "logprobs": _NUM_TOP,
+    "prompt_logprobs": _NUM_TOP,
+    "truncate_prompt_tokens": _Number("at least 1", low=1, integer=True),
 }
 
 
@@ -282,7 +273,8 @@ class SamplingParams:
         ignore_eos: the model's EOS set does not end the text; `stop_token_ids` still do.
         no_stop_trim: leave the stop in the text.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: put spaces around special tokens that stay in.
+        spaces_between_special_tokens: taken as elsewhere, where it concerns tokenizers that put
+            spaces between tokens; byte-level ones do not, so it changes nothing here.
         n: samples per prompt.
         sampling_seed: fixes the sampling noise; None draws one at admission.
         json_schema: constrain the text to this schema; at most one of the four is set.
@@ -291,6 +283,9 @@ class SamplingParams:
         structural_tag: constrain the tagged parts of the text.
         stream_interval: stream a part every so many tokens.
         custom_params: a JSON object for extensions.
+        logprobs: vLLM's name: log-probabilities of the output, with so many likeliest tokens.
+        prompt_logprobs: the same of the prompt.
+        truncate_prompt_tokens: keep only so many of the prompt's last tokens.
     """
 
     max_new_tokens: int = 128
@@ -318,6 +313,9 @@ class SamplingParams:
     structural_tag: str | None = None
     stream_interval: int | None = None
     custom_params: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self):
         """Check every field, put it in canonical form, then check the fields together."""
@@ -338,12 +336,23 @@ class SamplingParams:
         """Return whether the likeliest token is taken and no noise is drawn."""
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def changes_logits(self) -> bool:
+        """Return whether logits change before temperature and filters."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.logit_bias is not None
+            or self.min_new_tokens > 0
+        )
+
 
 def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
     """Return `params` as a `SamplingParams`; None gives the defaults.
 
     Args:
-        params: ready ones, or a mapping by field name; `seed` is `sampling_seed`.
+        params: ready ones, or a mapping by field name or alias.
 
     Raises:
         ValueError: an unknown or refused name, or a value out of its range.
@@ -353,6 +362,47 @@ def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> Sam
         return SamplingParams()
     if isinstance(params, SamplingParams):
         return params
+    return SamplingParams(**_fields(params))
+
+
+def with_model_defaults(
+    params: SamplingParams | Mapping[str, Any] | None, generation_config: Mapping[str, Any]
+) -> SamplingParams:
+    """Return `params` with the model's own values where the caller gave none.
+
+    Ready `SamplingParams` say nothing about what was given, so they stay as they are.
+
+    Args:
+        params: what the caller gave.
+        generation_config: the content of `generation_config.json`.
+
+    Raises:
+        ValueError: a bad value in either.
+        TypeError: `params` has no form that is known.
+    """
+    if isinstance(params, SamplingParams):
+        return params
+    defaults = {
+        name: generation_config[name]
+        for name in MODEL_DEFAULTS
+        if generation_config.get(name) is not None
+    }
+    if defaults.get("top_k") == 0:
+        del defaults["top_k"]
+    try:
+        as_sampling_params(defaults)
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from error
+    given = {
+        name: value
+        for name, value in _fields({} if params is None else params).items()
+        if value is not None
+    }
+    return SamplingParams(**defaults | given)
+
+
+def _fields(params: Any) -> dict[str, Any]:
+    """Return a mapping's values by field name."""
     if not isinstance(params, Mapping):
         raise TypeError(
             f"sampling_params must be SamplingParams, a dict or None, got {type(params).__name__}"
@@ -363,7 +413,7 @@ def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> Sam
         if name in fields:
             raise ValueError(f"{name} is given twice, once by its alias")
         fields[name] = value
-    return SamplingParams(**fields)
+    return fields
 
 
 def _field_name(key: Any) -> str:

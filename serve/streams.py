@@ -8,8 +8,6 @@ from typing import Any
 
 from serve.inputs import Batch
 from serve.request import Request
-from serve.results import visible_ids
-from serve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Result = dict[str, Any]
 
@@ -81,8 +79,7 @@ class PartReader:
     def __init__(
         self,
         batch: Batch,
-        outcome: Callable[[Batch, int, str], Result],
-        tokenizer: Tokenizer | None,
+        outcome: Callable[[Batch, int], Result],
         *,
         is_incremental: bool,
         interval: int,
@@ -90,16 +87,13 @@ class PartReader:
         """Start with nothing shown.
 
         Args:
-          outcome: the result so far of an entry of the batch, given its text.
+          outcome: the result so far of an entry of the batch.
           is_incremental: a part holds only what is new.
           interval: tokens of a part at least, where a request's parameters say nothing.
         """
         self._batch, self._outcome = batch, outcome
         self._is_incremental, self._interval = is_incremental, interval
         self._shown = {request: _Shown() for request in batch.requests}
-        self._texts = {
-            request: _Text(tokenizer, request) for request in batch.requests if tokenizer
-        }
 
     @property
     def is_done(self) -> bool:
@@ -110,7 +104,7 @@ class PartReader:
         """Parts for the prompts that make no request."""
         for at, (_, entry) in enumerate(self._batch.entries):
             if not isinstance(entry, Request):
-                yield self._outcome(self._batch, at, "")
+                yield self._outcome(self._batch, at)
 
     def parts(self) -> list[Result]:
         """What is new; to be called between steps."""
@@ -127,9 +121,9 @@ class PartReader:
         return not shown.is_last and (is_long or request.is_finished)
 
     def _part(self, request: Request, at: int) -> Result:
-        shown, text = self._shown[request], self._texts.get(request)
+        shown = self._shown[request]
         before = dataclasses.replace(shown)
-        part = self._outcome(self._batch, at, text.read() if text else "")
+        part = self._outcome(self._batch, at)
         shown.num_ids, shown.is_last = len(request.output_ids), request.is_finished
         shown.num_chars = len(part.get("text", ""))
         if self._is_incremental and request.error is None:
@@ -145,22 +139,3 @@ def _cut(part: Result, shown: _Shown) -> Result:
     }
     new = part | {"output_ids": part["output_ids"][shown.num_ids :], "meta_info": info}
     return new | ({"text": part["text"][shown.num_chars :]} if "text" in part else {})
-
-
-class _Text:
-    """The text of a request as far as it can be shown."""
-
-    def __init__(self, tokenizer: Tokenizer, request: Request):
-        skip = request.params.skip_special_tokens
-        self._request = request
-        self._detokenizer: IncrementalDetokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
-        self._num_ids, self._text = 0, ""
-
-    def read(self) -> str:
-        """The text so far."""
-        ids = visible_ids(self._request)
-        self._text += self._detokenizer.push(ids[self._num_ids :])
-        self._num_ids = len(ids)
-        if self._request.is_finished:
-            self._text += self._detokenizer.flush()
-        return self._text

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.struct import struct
 
@@ -27,6 +27,11 @@ class Sampling:
     top_p: Float[Array, " M"]
     min_p: Float[Array, " M"]
     seed: UInt32[Array, "M 2"]
+
+    @property
+    def is_greedy(self) -> Bool[Array, " M"]:
+        """Rows that take the likeliest token and draw no noise."""
+        return self.temperature < GREEDY_BELOW
 
 
 def _filter(scaled: Float[Array, "M V"], s: Sampling) -> Float[Array, "M V"]:
@@ -53,7 +58,7 @@ def _filter(scaled: Float[Array, "M V"], s: Sampling) -> Float[Array, "M V"]:
 
 def filtered_logits(logits: Float[Array, "M V"], s: Sampling) -> Float[Array, "M V"]:
     """Logits over temperature, filtered tokens at -inf; rows without filters are not sorted."""
-    greedy = s.temperature < GREEDY_BELOW
+    greedy = s.is_greedy
     scaled = logits / jnp.where(greedy, 1.0, s.temperature)[:, None]
     filters = ~greedy & ((s.top_k > 0) | (s.top_p < 1.0) | (s.min_p > 0.0))
     filtered = lax.cond(jnp.any(filters), lambda x: _filter(x, s), lambda x: x, scaled)
@@ -75,17 +80,30 @@ def choose(
 
     Greedy rows take the plain argmax. Ties go to the lower id.
     """
-    greedy = s.temperature < GREEDY_BELOW
+    greedy = s.is_greedy
 
     def sample(scores: Array) -> Array:
-        return filtered_logits(scores, s) + _noise(s.seed, position, scores.shape[1])
+        noisy = filtered_logits(scores, s) + _noise(s.seed, position, scores.shape[1])
+        return likeliest(jnp.where(greedy[:, None], scores, noisy))
 
-    noisy = lax.cond(jnp.all(greedy), lambda scores: scores, sample, logits)
-    return jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=-1).astype(jnp.int32)
+    return lax.cond(jnp.all(greedy), likeliest, sample, logits)
 
 
-def log_probability(logits: Float[Array, "M V"], token: Int[Array, " M"]) -> Float[Array, " M"]:
-    """log softmax of the raw logits at one token of each row, float32."""
+def likeliest(logits: Float[Array, "M V"]) -> Int[Array, " M"]:
+    """The token with the highest logit of each row, the lower id of equal ones."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def log_probabilities(
+    logits: Float[Array, "M V"], tokens: Int[Array, "M J"]
+) -> Float[Array, "M J"]:
+    """log softmax of the raw logits at some tokens of each row, float32."""
     peak = jnp.max(logits, axis=-1, keepdims=True)
-    total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1))
-    return jnp.take_along_axis(logits - peak, token[:, None], axis=-1)[:, 0] - total
+    total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
+    return jnp.take_along_axis(logits, tokens, axis=-1) - peak - total
+
+
+def top_tokens(logits: Float[Array, "M V"], count: int) -> Int[Array, "M {count}"]:
+    """The `count` likeliest tokens of each row, descending, equal ones by lower id."""
+    # The two zeros are equal, which `top_k` does not know.
+    return lax.top_k(jnp.where(logits == 0, 0.0, logits), count)[1]

@@ -20,7 +20,7 @@ from pallas_kernels.ngram import ngram_rows
 from pallas_kernels.norm import gated_rms_norm, grouped_rms_norm, inverse_length, rms_norm
 from pallas_kernels.rope import rope
 from pallas_kernels.rows import TILE_ROWS, map_tiles
-from pallas_kernels.sampling import Sampling, choose, filtered_logits, log_probability
+from pallas_kernels.sampling import Sampling, choose, filtered_logits, log_probabilities
 from qwen_hybrid.step import COMPILER_OPTIONS
 from tests.pallas_kernels.paged import same_bits
 
@@ -141,7 +141,7 @@ def _sampling(dtype) -> tuple[Callable, Rows]:
     def fn(logits, position, *fields):
         parameters = Sampling(*fields)
         token = choose(logits, parameters, position)
-        return token, log_probability(logits, token), filtered_logits(logits, parameters)
+        return token, log_probabilities(logits, token[:, None]), filtered_logits(logits, parameters)
 
     position = np.arange(3, 3 + TILE_ROWS, dtype=np.int32)
     return fn, (3 * _normal(17, TILE_ROWS, VOCAB), position, *parameters)

@@ -12,6 +12,7 @@ from serve.sampling_params import (
     as_sampling_params,
     require_supported,
     require_vocabulary,
+    with_model_defaults,
 )
 
 DEFAULTS = {
@@ -40,6 +41,9 @@ DEFAULTS = {
     "structural_tag": None,
     "stream_interval": None,
     "custom_params": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "truncate_prompt_tokens": None,
 }
 
 # name, values at the edges of the range, values outside it, the message up to the value
@@ -75,6 +79,9 @@ RANGES = [
     ),
     ("n", [1, 64], [0, -1, 65, 1.0, True], "n must be in [1, 64]"),
     ("stream_interval", [1, 8], [0, -1, 1.5, True], "stream_interval must be at least 1"),
+    ("logprobs", [0, 20], [-1, 21, True, 1.0], "logprobs must be in [0, 20]"),
+    ("prompt_logprobs", [0, 20], [-1, 21, False], "prompt_logprobs must be in [0, 20]"),
+    ("truncate_prompt_tokens", [1, 9], [0, -1, True], "truncate_prompt_tokens must be at least 1"),
     ("ignore_eos", [True, False], [1, 0, "yes"], "ignore_eos must be a boolean"),
     ("skip_special_tokens", [True, False], [1, "no"], "skip_special_tokens must be a boolean"),
 ]
@@ -149,7 +156,10 @@ def test_alias_beside_its_name_is_refused():
     ("key", "message"),
     [
         ("temprature", "unknown sampling parameter 'temprature'; did you mean 'temperature'?"),
-        ("max_tokens", "unknown sampling parameter 'max_tokens'; did you mean 'max_new_tokens'?"),
+        (
+            "max_completion_tokens",
+            "unknown sampling parameter 'max_completion_tokens'; did you mean 'max_new_tokens'?",
+        ),
         ("topk", "unknown sampling parameter 'topk'; did you mean 'top_k'?"),
         ("zzzzzz", "unknown sampling parameter 'zzzzzz'"),
         ("beam_width", "beam_width is not supported"),
@@ -267,48 +277,83 @@ def test_params_are_hashable_and_compare_by_value():
     assert hash(one) == hash(two)
 
 
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"max_tokens": 3}, "max_new_tokens", 3),
+        ({"min_tokens": 3}, "min_new_tokens", 3),
+        ({"seed": 3}, "sampling_seed", 3),
+        ({"include_stop_str_in_output": True}, "no_stop_trim", True),
+    ],
+)
+def test_other_engines_names(given, field, value):
+    assert getattr(as_sampling_params(given), field) == value
+    with pytest.raises(ValueError, match=f"{field} is given twice"):
+        as_sampling_params(given | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "top_k": 3, "stop_token_ids": [1]}, False),
+        ({"repetition_penalty": 0.9}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"logit_bias": {1: 0.0}}, True),
+        ({"min_new_tokens": 1}, True),
+    ],
+)
+def test_which_parameters_change_logits(given, changes):
+    assert as_sampling_params(given).changes_logits == changes
+
+
+def test_the_models_own_defaults_fill_what_is_not_given():
+    model = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "repetition_penalty": 1.05,
+        "eos_token_id": [1, 2],
+        "do_sample": True,
+        "max_length": 20,
+        "min_p": None,
+    }
+    merged = with_model_defaults({"top_k": 5, "top_p": None, "max_tokens": 7}, model)
+    assert merged == SamplingParams(
+        temperature=0.6, top_k=5, top_p=0.95, repetition_penalty=1.05, max_new_tokens=7
+    )
+    assert with_model_defaults(None, {}) == SamplingParams()
+    assert with_model_defaults(None, {"top_k": 0}) == SamplingParams()
+    ready = SamplingParams()
+    assert with_model_defaults(ready, model) is ready
+    with pytest.raises(ValueError) as error:
+        with_model_defaults({"top_p": 0.5}, {"top_p": 7})
+    assert str(error.value) == "generation_config.json: top_p must be in (0, 1], got 7"
+    with pytest.raises(TypeError, match="got list"):
+        with_model_defaults([], model)
+
+
 UNSUPPORTED_VALUES = {
-    "min_new_tokens": 1,
-    "frequency_penalty": 0.5,
-    "presence_penalty": -0.5,
-    "repetition_penalty": 1.1,
-    "logit_bias": {1: 1.0},
-    "stop": ["x"],
-    "stop_regex": ["x"],
-    "no_stop_trim": True,
-    "n": 2,
     "json_schema": "{}",
     "regex": "a",
     "ebnf": "root ::= 'a'",
     "structural_tag": "{}",
-    "stream_interval": 2,
-    "custom_params": {"x": 1},
 }
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED_PARAMS)
-def test_what_the_engine_cannot_do_is_refused_by_name(name):
+@pytest.mark.parametrize("name", UNSUPPORTED_VALUES)
+def test_constrained_decoding_is_refused_by_name(name):
     params = as_sampling_params({name: UNSUPPORTED_VALUES[name]})
     with pytest.raises(ValueError) as error:
         require_supported(params)
     assert str(error.value) == f"{name} is not supported by this engine yet"
 
 
-def test_supported_parameters_pass():
-    require_supported(SamplingParams())
-    require_supported(
-        as_sampling_params(
-            {
-                "temperature": 0.7,
-                "top_k": 5,
-                "top_p": 0.9,
-                "min_p": 0.01,
-                "max_new_tokens": 5,
-                "stop_token_ids": [1],
-                "ignore_eos": True,
-                "seed": 1,
-                "skip_special_tokens": False,
-                "spaces_between_special_tokens": False,
-            }
-        )
-    )
+def test_everything_else_is_supported():
+    values = {name: good[-1] for name, good, _, _ in RANGES}
+    values |= {"max_new_tokens": 200, "stop": ["x"], "stop_regex": "x", "stop_token_ids": [1]}
+    values |= {"logit_bias": {1: 1.0}, "custom_params": {"x": 1}, "seed": 1}
+    values |= {"no_stop_trim": True, "spaces_between_special_tokens": False}
+    require_supported(as_sampling_params(values))
+    assert set(DEFAULTS) - set(values) == {*UNSUPPORTED_PARAMS, "sampling_seed"}

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pallas_kernels.sampling import Sampling, choose, filtered_logits, log_probability
+from pallas_kernels.sampling import Sampling, choose, filtered_logits, log_probabilities
 from qwen_hybrid.step import COMPILER_OPTIONS
 from tests.pallas_kernels.paged import same_bits
 from tests.tolerances import LOG_PROBABILITY, PROBABILITY
@@ -44,7 +44,7 @@ PARAMETERS = (
 
 _choose = jax.jit(choose, compiler_options=COMPILER_OPTIONS)
 _filtered = jax.jit(filtered_logits, compiler_options=COMPILER_OPTIONS)
-_log_probability = jax.jit(log_probability, compiler_options=COMPILER_OPTIONS)
+_log_probabilities = jax.jit(log_probabilities, compiler_options=COMPILER_OPTIONS)
 
 
 def sampling(rows: Any, seeds: Any = 0) -> Sampling:
@@ -204,12 +204,12 @@ def test_log_probability_equals_float64(scale: float):
     peak = wide.max(-1)
     total = np.log(np.exp(wide - peak[:, None]).sum(-1))
     expected = wide[np.arange(16), token] - peak - total
-    actual = np.asarray(_log_probability(jnp.asarray(logits), jnp.asarray(token)))
+    actual = np.asarray(_log_probabilities(jnp.asarray(logits), jnp.asarray(token[:, None])))[:, 0]
     np.testing.assert_allclose(actual, expected, rtol=LOG_PROBABILITY, atol=LOG_PROBABILITY)
 
 
 def test_log_probability_of_the_only_token_left_is_zero():
     logits = np.full((1, 9), -np.inf, np.float32)
     logits[0, 4] = 3.0
-    token = jnp.array([4], jnp.int32)
-    assert np.asarray(_log_probability(jnp.asarray(logits), token)).tolist() == [0.0]
+    token = jnp.array([[4]], jnp.int32)
+    assert np.asarray(_log_probabilities(jnp.asarray(logits), token)).tolist() == [[0.0]]
