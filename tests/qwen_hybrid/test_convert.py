@@ -450,14 +450,19 @@ def child(code: str, *arguments: object, flags: str = "") -> Iterator[str]:
     yield subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
 
 
+# Layers being read or written, and what an allocator keeps.
+IN_FLIGHT_BYTES = 120_000_000
 PEAK = """
-import resource, sys
+import re, sys
+from pathlib import Path
 import jax, jax.numpy as jnp
 from qwen_hybrid import convert_checkpoint, load_checkpoint
 jnp.zeros(3).block_until_ready()
 convert_checkpoint(sys.argv[1], sys.argv[1] + "-warm-" + sys.argv[2])
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Unlike getrusage, this knows nothing of the parent.
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\\s+(\\d+)", text)[1]) * 1024
 before = peak()
 result = {"convert": lambda: convert_checkpoint(sys.argv[3], sys.argv[4]),
           "load": lambda: load_checkpoint(sys.argv[3])}[sys.argv[2]]()
@@ -466,7 +471,7 @@ print(peak() - before)
 
 
 def test_memory_stays_near_one_copy(tmp_path: Path):
-    """Beside it: a layer, and on the way back no copy at all."""
+    """Beside it: some layers in flight, and on the way back no copy at all."""
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8}
     hf = hf_config("q35_dense") | sizes
     hf |= {"layer_types": ["linear_attention"] * 7 + ["full_attention"]}
@@ -478,10 +483,10 @@ def test_memory_stays_near_one_copy(tmp_path: Path):
     size = sum(path.stat().st_size for path in (tmp_path / "large").iterdir())
     assert size > 200_000_000
     there, back = tmp_path / "there", tmp_path / "back"
-    limits = [(("convert", tmp_path / "large", there), 1.25), (("convert", there, back), 0.5)]
-    for (what, *paths), limit in [*limits, (("load", there), 1.35)]:
+    runs = [("convert", tmp_path / "large", there), ("convert", there, back), ("load", there)]
+    for (what, *paths), copies in zip(runs, (1.1, 0, 1.1), strict=True):
         with child(PEAK, tmp_path / "small", what, *paths) as out:
-            assert int(out) < limit * size, (what, int(out) / size)
+            assert int(out) < copies * size + IN_FLIGHT_BYTES, (what, int(out), size)
         for extra in tmp_path.glob("small-warm-*"):
             shutil.rmtree(extra)
 
