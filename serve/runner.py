@@ -60,7 +60,10 @@ class Runner:
         self.num_compiles = 0
         model = HybridModel(config, state_config.dtype)
         self._params = widen(params)
-        self._state = init_state(config, state_config)
+        # Where parameters are loaded to, and with them what a step returns: a state that JAX may
+        # still move would make the first step after the warm-up another program.
+        device = jax.local_devices()[0]
+        self._state = jax.device_put(init_state(config, state_config), device)
         self._step = jax.jit(
             functools.partial(self._traced_step, model),
             donate_argnums=(1, 2),
@@ -68,6 +71,7 @@ class Runner:
         )
         self._extract = jax.jit(digest.extract)
         self._sampling = SamplingSlots(state_config.num_slots, config.vocab_size)
+        self._sampling.history = jax.device_put(self._sampling.history, device)
 
     def _traced_step(self, model: HybridModel, params, state, history, call, reads, parameters):
         # Runs when a program is traced, that is once per compilation.
