@@ -104,6 +104,7 @@ class EngineCore:
             "max_total_num_tokens": total * size,
             "token_usage": max(blocks.num_taken / total, states.num_taken / num_states),
             "compile_total": self.runner.num_compiles,
+            "num_late_compiles": self.runner.num_late_compiles,
         }
 
     def close(self) -> None:

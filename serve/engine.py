@@ -25,7 +25,6 @@ from serve.loading import (
     LOAD_FORMATS,
     engine_config,
     load_model,
-    require_same_vocabulary,
     use_compilation_cache,
 )
 from serve.loop import Call, EngineLoop
@@ -89,9 +88,11 @@ class Engine:
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_directory(self.model_path)
         self.model_config, params, dtype = load_model(
-            self.model_path, load_format, self.engine_config.dtype
+            self.model_path,
+            self.tokenizer,
+            load_format=load_format,
+            dtype=self.engine_config.dtype,
         )
-        require_same_vocabulary(self.tokenizer, self.model_config)
         state_config = resolve(self.engine_config, self.model_config, dtype)
         self.numerics: Numerics = numerics(state_config)
         _log.info("numerics %s", self.numerics.describe())

@@ -2,15 +2,34 @@
 
 import dataclasses
 import math
+from typing import Any
+
+import jax
 
 from pallas_kernels.gated_delta_net import StateDtype
 from pallas_kernels.rows import TILE_ROWS
+from pallas_kernels.sampling import history_spec
 from qwen_hybrid.config import HybridConfig
+from qwen_hybrid.host_memory import check_fits
 from qwen_hybrid.state import StateConfig, inventory, state_spec
+
+# Of one step, and of one block: beyond it no machine has the memory.
+MAX_ROWS = 1 << 20
+DTYPES = ("auto", "float32", "bfloat16")
+DEFAULT_CONTEXT = 4096
+DEFAULT_MEMORY_BYTES = 1 << 30
 
 
 def _tiles(rows: int) -> int:
     return -(-rows // TILE_ROWS) * TILE_ROWS
+
+
+def _require_count(name: str, value: Any, most: int | None) -> None:
+    """Raise a ValueError unless `value` is an integer of at least 1, and at most `most`."""
+    rule = "an integer of at least 1" if most is None else f"an integer in [1, {most}]"
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < 1 or (most is not None and value > most):
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +58,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "chunked_prefill_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            _require_count(name, getattr(self, name), MAX_ROWS)
         for name in ("context_length", "memory_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name), None)
+        _require_count("block_size", self.block_size, MAX_ROWS)
+        if self.block_size % TILE_ROWS:
+            raise ValueError(f"block_size must be a multiple of {TILE_ROWS}, got {self.block_size}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be {', '.join(DTYPES)}, got {self.dtype!r}")
         known = [d.value for d in StateDtype]
         if self.state_dtype not in known:
             raise ValueError(f"state_dtype must be one of {known}, got {self.state_dtype!r}")
@@ -60,10 +80,6 @@ class EngineConfig:
     def row_buckets(self) -> tuple[int, ...]:
         """Row counts that programs are compiled for, ascending."""
         return tuple(sorted({_tiles(self.max_running_requests), self.max_rows}))
-
-
-DEFAULT_CONTEXT = 4096
-DEFAULT_MEMORY_BYTES = 1 << 30
 
 
 def longest_text(config: EngineConfig, model: HybridConfig) -> int:
@@ -84,13 +100,20 @@ def longest_text(config: EngineConfig, model: HybridConfig) -> int:
 def resolve(config: EngineConfig, model: HybridConfig, dtype: str) -> StateConfig:
     """Size the pools from the byte budget.
 
-    Every array of the state is counted, as its declared inventory lists it.
+    Every array of the state is counted, as its declared inventory lists it, and the history that
+    the sampler keeps of each slot.
 
     Raises:
       ValueError: the context is longer than the model's, or the budget does not hold one sequence
         at full length; the message has needed and available bytes.
+      MemoryError: the device has not that much memory.
     """
     context = longest_text(config, model)
+    if model.qsa is not None and config.block_size % model.qsa.ratio:
+        raise ValueError(
+            f"block_size must be a multiple of the {model.qsa.ratio} tokens of an index key, got "
+            f"{config.block_size}"
+        )
     per_slot = -(-context // config.block_size)
     slots = config.max_running_requests
     smallest = StateConfig(
@@ -104,6 +127,8 @@ def resolve(config: EngineConfig, model: HybridConfig, dtype: str) -> StateConfi
     )
     entries = inventory(state_spec(model, smallest))
     fixed = sum(e.num_bytes for e in entries if e.per != "block")
+    history = history_spec(slots, model.vocab_size)
+    fixed += sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(history))
     block = sum(e.num_bytes for e in entries if e.per == "block") // per_slot
     budget = config.memory_bytes or max(
         fixed + block * per_slot, min(DEFAULT_MEMORY_BYTES, fixed + block * per_slot * slots)
@@ -114,4 +139,6 @@ def resolve(config: EngineConfig, model: HybridConfig, dtype: str) -> StateConfi
             f"memory_bytes {budget} is too small: {slots} sequences need {fixed} bytes and one of "
             f"{context} tokens {block * per_slot} more"
         )
-    return dataclasses.replace(smallest, num_blocks=int(min(available, per_slot * slots)))
+    num_blocks = int(min(available, per_slot * slots))
+    check_fits(fixed + block * num_blocks, "the decode state")
+    return dataclasses.replace(smallest, num_blocks=num_blocks)

@@ -32,14 +32,21 @@ def engine_config(capacities: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**capacities)
 
 
-def load_model(directory: Path, load_format: str, dtype: str) -> tuple[HybridConfig, Any, str]:
+def load_model(
+    directory: Path, tokenizer: Tokenizer | None, *, load_format: str, dtype: str
+) -> tuple[HybridConfig, Any, str]:
     """Configuration, parameters and the activation type of a model directory.
 
     Args:
+      tokenizer: of the model; None where it is not wanted.
       load_format: `auto` reads the weights, `dummy` makes random ones.
       dtype: `auto` is the checkpoint's.
+
+    Raises:
+      ValueError: a bad checkpoint, or the tokenizer has ids that the model has not.
     """
     config = HybridConfig.from_directory(directory)
+    _require_same_vocabulary(tokenizer, config)
     resolved = config.dtype if dtype == AUTO else dtype
     if load_format == "dummy":
         return config, dummy_params(config, dtype=resolved, seed=0), resolved
@@ -49,8 +56,7 @@ def load_model(directory: Path, load_format: str, dtype: str) -> tuple[HybridCon
     return checkpoint.config, checkpoint.params, resolved
 
 
-def require_same_vocabulary(tokenizer: Tokenizer | None, config: HybridConfig) -> None:
-    """Raise a ValueError if the tokenizer has ids that the model has not."""
+def _require_same_vocabulary(tokenizer: Tokenizer | None, config: HybridConfig) -> None:
     if tokenizer is None:
         return
     largest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=0)

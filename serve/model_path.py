@@ -15,9 +15,16 @@ def resolve_model_path(model_path: str | pathlib.Path) -> pathlib.Path:
             nothing is downloaded.
 
     Raises:
+        ValueError: it is empty, or no path.
         FileNotFoundError: there is no such directory, or it holds no `config.json`.
         NotADirectoryError: it is a file.
     """
+    # An empty Path is the folder it is used in.
+    if not isinstance(model_path, (str, pathlib.Path)) or model_path == "":
+        raise ValueError(
+            f"model_path must be {', '.join(PACKAGED_MODELS)} or a model directory, got "
+            f"{model_path!r}"
+        )
     if str(model_path) in PACKAGED_MODELS:
         directory = _packaged(str(model_path))
     else:

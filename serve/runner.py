@@ -57,7 +57,8 @@ class Runner:
           row_buckets: row counts to compile for, ascending; the last bounds a step.
         """
         self.config, self.state_config, self.row_buckets = config, state_config, row_buckets
-        self.num_compiles = 0
+        self.num_compiles = self.num_late_compiles = 0
+        self._is_warm = False
         model = HybridModel(config, state_config.dtype)
         self._params = widen(params)
         # Where parameters are loaded to, and with them what a step returns: a state that JAX may
@@ -69,18 +70,29 @@ class Runner:
             donate_argnums=(1, 2),
             compiler_options=COMPILER_OPTIONS,
         )
-        self._extract = jax.jit(digest.extract)
+        self._extract = jax.jit(self._traced_extract)
         self._sampling = SamplingSlots(state_config.num_slots, config.vocab_size)
         self._sampling.history = jax.device_put(self._sampling.history, device)
 
     def _traced_step(self, model: HybridModel, params, state, history, call, reads, parameters):
-        # Runs when a program is traced, that is once per compilation.
-        self.num_compiles += 1
-        _log.info("compiling a step of %d rows", call.ids.shape[0])
+        self._compiles(f"a step of {call.ids.shape[0]} rows")
         chosen, state, history = step(
             model, self.state_config, params, state, history, call, reads, parameters
         )
         return chosen, commit(state, call.certain), history
+
+    def _traced_extract(self, state, slot):
+        self._compiles("the extract of a slot's state")
+        return digest.extract(state, slot)
+
+    def _compiles(self, what: str) -> None:
+        """Count a compilation: a traced function runs once in each."""
+        self.num_compiles += 1
+        if self._is_warm:
+            self.num_late_compiles += 1
+            _log.warning("compiling %s after the start: a request waits for it", what)
+        else:
+            _log.info("compiling %s", what)
 
     def warm_up(self) -> None:
         """Compile every program before the first request."""
@@ -88,6 +100,8 @@ class Runner:
         for rows in self.row_buckets:
             nothing = np.zeros(self.state_config.num_slots, np.int32)
             self._call(rows, np.zeros(0, np.int32), nothing, [], nothing.astype(bool), [])
+        jax.block_until_ready(self._extract(self._state, np.zeros((), np.int32)))
+        self._is_warm = True
 
     def run(self, work: list[Work]) -> list[StepResult]:
         """Compute the rows of a step and commit them."""

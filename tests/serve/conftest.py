@@ -6,7 +6,7 @@ from tests import tiny_models
 from tests.serve.engines import settle, start
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def directory(tmp_path_factory):
     config = tiny_models.two_layers("q35_dense")
     return tiny_models.write_with_tokenizer(tmp_path_factory.mktemp("model"), config)

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from serve import Engine, EngineDeadError, StepError
+from tests import tiny_models
 from tests.serve.engines import CONTEXT, TEXTS, greedy, settle, start
 
 # Refusals: a message with the index, and nothing queued.
@@ -38,6 +39,15 @@ from tests.serve.engines import CONTEXT, TEXTS, greedy, settle, start
         ({"prompt": "a", "sampling_params": {"top_q": 2}}, "did you mean 'top_k'|'top_p'"),
         ({"prompt": ["a", "b"], "sampling_params": [{}, 7]}, "request 1: sampling_params must be"),
         ({"prompt": "a", "sampling_params": {"stop_token_ids": [432]}}, r"be in \[0, 431\]"),
+        ({"prompt": "a", "rid": 5}, "rid must be a string that is not empty, got 5"),
+        ({"prompt": ["a", "b"], "rid": ["x", ""]}, "request 1: rid must be a string"),
+        ({"prompt": "a", "return_logprob": "yes"}, "return_logprob must be True or False, got 'y"),
+        ({"prompt": "a", "return_state_digest": 1}, "return_state_digest must be True or False"),
+        ({"prompt": "a", "stream": "no"}, "stream must be True or False, got 'no'"),
+        ({"prompt": "a", "progress": 2}, "progress must be True or False, got 2"),
+        ({"prompt": "a", "on_error": "skip"}, "on_error must be raise or return, got 'skip'"),
+        ({"prompt": b"a"}, "prompt must be a string or a list of strings, got b'a'"),
+        ({"prompt": {"a": 1}}, "prompt must be a string or a list of strings"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(no_steps, arguments, message):
@@ -150,20 +160,42 @@ def test_an_exception_in_a_stream_gives_everything_back(engine, monkeypatch):
     [
         ({"max_running_request": 3}, "unknown engine argument 'max_running_request'"),
         ({"load_format": "fast"}, "load_format must be auto or dummy, got 'fast'"),
-        ({"max_running_requests": 0}, "max_running_requests must be at least 1, got 0"),
-        ({"chunked_prefill_size": 0}, "chunked_prefill_size must be at least 1, got 0"),
-        ({"context_length": 0}, "context_length must be at least 1, got 0"),
+        ({"max_running_requests": 0}, r"max_running_requests must be an integer in \[1, .* got 0"),
+        ({"max_running_requests": "8"}, "max_running_requests must be an integer .* got '8'"),
+        ({"max_running_requests": True}, "max_running_requests must be an integer .* got True"),
+        ({"max_running_requests": 1 << 40}, "max_running_requests must be an integer in"),
+        ({"chunked_prefill_size": -3}, "chunked_prefill_size must be an integer .* got -3"),
+        ({"chunked_prefill_size": 2.0}, "chunked_prefill_size must be an integer .* got 2.0"),
+        ({"context_length": 0}, "context_length must be an integer of at least 1, got 0"),
+        ({"context_length": [64]}, r"context_length must be an integer .* got \[64\]"),
         ({"context_length": 5000}, "at most the model's 4096 positions, got 5000"),
-        ({"memory_bytes": 0}, "memory_bytes must be at least 1, got 0"),
+        ({"memory_bytes": 0}, "memory_bytes must be an integer of at least 1, got 0"),
+        ({"memory_bytes": "1G"}, "memory_bytes must be an integer of at least 1, got '1G'"),
         ({"memory_bytes": 1000}, "memory_bytes 1000 is too small"),
-        ({"dtype": "float16"}, "dtype must be auto, float32 or bfloat16, got 'float16'"),
+        ({"block_size": 0}, "block_size must be an integer .* got 0"),
+        ({"block_size": True}, "block_size must be an integer .* got True"),
+        ({"dtype": None}, "dtype must be auto, float32, bfloat16, got None"),
+        ({"state_dtype": 32}, "state_dtype must be one of .* got 32"),
+        ({"stream_interval": 0}, "stream_interval must be at least 1, got 0"),
+        ({"skip_tokenizer_init": "no"}, "skip_tokenizer_init must be True or False, got 'no'"),
+        ({"model_path": ""}, "model_path must be demo, demo-dense or a model directory, got ''"),
+        ({"model_path": None}, "model_path must be .* got None"),
+        ({"dtype": "float16"}, "dtype must be auto, float32, bfloat16, got 'float16'"),
         ({"state_dtype": "int8"}, "state_dtype must be one of"),
         ({"block_size": 60}, "block_size must be a multiple of 16, got 60"),
     ],
 )
 def test_bad_engine_arguments(directory, arguments, message):
     with pytest.raises(ValueError, match=message):
-        Engine(directory, **({"load_format": "dummy"} | arguments))
+        Engine(**({"model_path": directory, "load_format": "dummy"} | arguments))
+
+
+def test_a_tokenizer_of_another_model(tmp_path):
+    config = tiny_models.two_layers("q35_dense")
+    directory = tiny_models.write_with_tokenizer(tmp_path, config)
+    tiny_models.write(directory, config | {"vocab_size": 400})
+    with pytest.raises(ValueError, match="the tokenizer has ids up to 422, .* ends at 399"):
+        Engine(directory, load_format="dummy")
 
 
 def test_a_model_that_is_not_there(tmp_path):
