@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from serve.cli import chat, convert, generate, score
+from serve.cli import bench_offline, bench_one_batch, chat, convert, generate, score
 from serve.cli.command import Command
 from serve.cli.environment import default_compilation_cache
 from serve.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UsageError
@@ -14,7 +14,14 @@ from serve.cli.settings import merge
 from serve.cli.terminal import logs
 
 PROGRAM = "qwen-hybrid"
-COMMANDS: tuple[Command, ...] = (generate.COMMAND, chat.COMMAND, score.COMMAND, convert.COMMAND)
+COMMANDS: tuple[Command, ...] = (
+    generate.COMMAND,
+    chat.COMMAND,
+    score.COMMAND,
+    bench_one_batch.COMMAND,
+    bench_offline.COMMAND,
+    convert.COMMAND,
+)
 
 # What a user can cause and mend. Anything else is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)

@@ -33,15 +33,18 @@ def logs(level: str) -> Iterator[None]:
         logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     )
     loggers = [logging.getLogger(name) for name in OUR_LOGGERS]
-    before = [logger.level for logger in loggers]
+    before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.setLevel(level.upper())
         logger.addHandler(handler)
+        # Libraries put handlers of their own on the root, which would show every line twice.
+        logger.propagate = False
     try:
         yield
     finally:
-        for logger, old in zip(loggers, before, strict=True):
-            logger.setLevel(old)
+        for logger, (old_level, old_propagate) in zip(loggers, before, strict=True):
+            logger.setLevel(old_level)
+            logger.propagate = old_propagate
             logger.removeHandler(handler)
 
 
