@@ -7,6 +7,9 @@ from qwen_hybrid.convert import Conversion as Conversion
 from qwen_hybrid.convert import Format as Format
 from qwen_hybrid.convert import convert_checkpoint as convert_checkpoint
 from qwen_hybrid.dspark_config import DSparkConfig as DSparkConfig
+from qwen_hybrid.memory import MemoryItem as MemoryItem
+from qwen_hybrid.memory import MemoryReport as MemoryReport
+from qwen_hybrid.memory import memory_report as memory_report
 from qwen_hybrid.model import HybridModel as HybridModel
 from qwen_hybrid.model import SequenceOutput as SequenceOutput
 from qwen_hybrid.numerics import Numerics as Numerics

@@ -34,6 +34,7 @@ class StateConfig:
       max_window: rows of the widest verify window.
       dtype: activation dtype; keys, values, rings and log share it.
       state_dtype: storage of sealed states.
+      with_mtp: hold the state of the MTP layer too; only who drafts with it has a use for it.
     """
 
     num_slots: int
@@ -44,6 +45,7 @@ class StateConfig:
     max_window: int = 1
     dtype: str = "bfloat16"
     state_dtype: StateDtype = StateDtype.FLOAT32
+    with_mtp: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size % TILE_ROWS:
@@ -137,7 +139,7 @@ class ModelState:
     Attributes:
       sequences: where each slot stands.
       layers: one entry a layer.
-      mtp: state of the MTP layer, or None.
+      mtp: state of the MTP layer, or None without `with_mtp`.
       ids: ring of token ids for the n-gram hash, or None.
     """
 
@@ -192,7 +194,8 @@ def state_spec(config: HybridConfig, sc: StateConfig) -> ModelState:
     """Shapes and types of a state, without allocating it.
 
     Raises:
-      ValueError: a block cannot hold whole groups of the indexer.
+      ValueError: a block cannot hold whole groups of the indexer, or there is no MTP layer to hold
+        the state of.
     """
     ple, layers = config.ple, []
     ids: Any = None
@@ -207,7 +210,9 @@ def state_spec(config: HybridConfig, sc: StateConfig) -> ModelState:
     if ple is not None:
         ids = jax.ShapeDtypeStruct((sc.num_slots, sc.ring_rows(ple.ngram_size - 1)), jnp.int32)
     mtp = None
-    if config.num_mtp_layers:
+    if sc.with_mtp:
+        if config.num_mtp_layers == 0:
+            raise ValueError("with_mtp needs a model with an MTP layer")
         kind = LayerKind.QSA if config.hyper_connection else LayerKind.ATTENTION
         mtp = build(LayerState, mixer=_mixer_spec(config, sc, kind), ple=None)
     per_slot: Any = jax.ShapeDtypeStruct((sc.num_slots,), jnp.int32)
@@ -228,7 +233,8 @@ class InventoryEntry:
 
     Attributes:
       path: where it sits in the tree.
-      kind: kv, index_keys, recurrent_state, log, conv_state, ids or sequences.
+      kind: kv, index_keys, raw_index_keys, recurrent_state, log, conv_state, ple_conv_state, ids
+        or sequences.
       per: what its first axis counts: block, state_slot or slot.
       num_bytes: its size.
     """
@@ -246,9 +252,9 @@ _KINDS = (
     (".log", "log", "slot"),
     ("_pages", "kv", "block"),
     (".pooled", "index_keys", "block"),
-    (".raw", "index_keys", "slot"),
+    (".raw", "raw_index_keys", "slot"),
     (".conv", "conv_state", "slot"),
-    (".ple", "conv_state", "slot"),
+    (".ple", "ple_conv_state", "slot"),
     (".ids", "ids", "slot"),
 )
 

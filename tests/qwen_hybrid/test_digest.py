@@ -51,9 +51,16 @@ HERE = Placement(0, (0, 1, 2, 3), 1, np.nan)
 THERE = Placement(2, (6, 1, 7, 3), 4, -3.0)
 
 
-def capacities(dtype: str) -> StateConfig:
-    """Room for more than one sequence."""
-    return StateConfig(num_slots=3, num_blocks=8, num_state_slots=5, blocks_per_slot=4, dtype=dtype)
+def capacities(config: HybridConfig, dtype: str) -> StateConfig:
+    """Room for more than one sequence, and for the MTP layer if there is one."""
+    return StateConfig(
+        num_slots=3,
+        num_blocks=8,
+        num_state_slots=5,
+        blocks_per_slot=4,
+        dtype=dtype,
+        with_mtp=config.num_mtp_layers > 0,
+    )
 
 
 def empty(config: HybridConfig, sc: StateConfig, garbage: float) -> ModelState:
@@ -178,7 +185,7 @@ def covered(name: str, depth: int, config: HybridConfig) -> range:
 def sequence(request) -> Sequence:
     """A sequence of a model with every mechanism, or of a dense one with an MTP layer."""
     config = HybridConfig.from_hf(two_layers(request.param))
-    return Sequence(config, capacities(CONFIGS[request.param]))
+    return Sequence(config, capacities(config, CONFIGS[request.param]))
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:

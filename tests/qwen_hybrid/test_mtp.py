@@ -99,6 +99,7 @@ def _operator(head: Head) -> Operator:
         blocks_per_slot=4,
         max_window=17,
         dtype="float32",
+        with_mtp=True,
     )
     params = head.loaded.params
 

@@ -13,6 +13,7 @@ from pallas_kernels.gated_delta_net import StateDtype
 from pallas_kernels.rows import write_ring
 from pallas_kernels.struct import build
 from qwen_hybrid.config import HybridConfig
+from qwen_hybrid.memory import memory_report
 from qwen_hybrid.state import (
     EMPTY_STATE_SLOT,
     Call,
@@ -38,8 +39,9 @@ def config_of(name: str) -> HybridConfig:
 
 
 def sizes(config: HybridConfig, sc: StateConfig) -> dict[str, int]:
-    """Bytes by kind, or "mtp" for what belongs to the MTP layer."""
+    """Bytes by kind, "mtp" before what belongs to the MTP layer, which is held if it exists."""
     out: dict[str, int] = {}
+    sc = dataclasses.replace(sc, with_mtp=config.num_mtp_layers > 0)
     for entry in inventory(state_spec(config, sc)):
         kind = "mtp " + entry.kind if ".mtp" in entry.path else entry.kind
         out[kind] = out.get(kind, 0) + entry.num_bytes
@@ -81,17 +83,18 @@ def test_bytes_of_real_models(name):
     assert found["kv"] == published.kv * 64
     # Two state slots: the empty one and one of the sequence's.
     assert found["recurrent_state"] == 2 * published.state
-    ple = 10 * 20_480 if config.ple else 0
-    # The window of a convolution is 3 rows; a ring without verify rows has one more.
-    assert found["conv_state"] == published.conv // 3 * 4 + ple
+    # The window of a convolution is 3 rows, that of an n-gram embedding 9; a ring without verify
+    # rows has one more.
+    assert found["conv_state"] == published.conv // 3 * 4
+    assert found.get("ple_conv_state", 0) == (10 * 20_480 if config.ple else 0)
     assert found["mtp kv"] == published.mtp_kv * 64
 
 
 def test_bytes_of_index_keys_and_ids():
     found = sizes(config_of("Qwen3.8-Flash-Next"), ONE)
     # 768 bytes a token, and a ring of as many raw keys as a group has tokens.
-    assert found["index_keys"] == 768 * 64 + 12_288
-    assert found["mtp index_keys"] == 64 * 64 + 1_024
+    assert (found["index_keys"], found["raw_index_keys"]) == (768 * 64, 12_288)
+    assert (found["mtp index_keys"], found["mtp raw_index_keys"]) == (64 * 64, 1_024)
     assert found["ids"] == 3 * 4
 
 
@@ -137,6 +140,20 @@ def test_every_array_is_declared_and_counted(name):
     assert kinds >= {"sequences", "kv"}
 
 
+@pytest.mark.parametrize("name", ["q35_dense_mtp", "q4_qsa", "Qwen3.8-Flash-Next"])
+def test_the_mtp_layer_is_counted_only_if_used(name):
+    config, used = config_of(name), dataclasses.replace(ONE, with_mtp=True)
+    entries = inventory(state_spec(config, ONE))
+    assert not [entry for entry in entries if ".mtp" in entry.path]
+    if config.num_mtp_layers == 0:
+        with pytest.raises(ValueError, match="with_mtp needs a model with an MTP layer"):
+            state_spec(config, used)
+        return
+    more = [e for e in inventory(state_spec(config, used)) if ".mtp" in e.path]
+    assert {e.kind for e in more} >= {"kv"}
+    assert total(config, used) == total(config, ONE) + sum(e.num_bytes for e in more)
+
+
 def test_an_undeclared_array_is_refused():
     spec = state_spec(config_of("q35_dense"), ONE)
     surplus = (*spec.layers, jax.ShapeDtypeStruct((2,), jnp.float32))
@@ -157,7 +174,13 @@ def test_a_spec_allocates_nothing():
 
 @pytest.mark.parametrize("name", ["q4_all", "q35_dense_mtp"])
 def test_an_empty_state_is_the_spec_filled_with_zeros(name):
-    sc = StateConfig(num_slots=2, num_blocks=3, num_state_slots=3, blocks_per_slot=2)
+    sc = StateConfig(
+        num_slots=2,
+        num_blocks=3,
+        num_state_slots=3,
+        blocks_per_slot=2,
+        with_mtp=name.endswith("mtp"),
+    )
     spec, state = state_spec(config_of(name), sc), init_state(config_of(name), sc)
     assert jax.tree.structure(spec) == jax.tree.structure(state)
     for want, got in zip(jax.tree.leaves(spec), jax.tree.leaves(state), strict=True):
@@ -232,8 +255,8 @@ def test_a_block_holds_whole_groups():
 
 
 def total(config: HybridConfig, sc: StateConfig) -> int:
-    """Bytes of a state."""
-    return sum(entry.num_bytes for entry in inventory(state_spec(config, sc)))
+    """Bytes of a state, and of what the sampler remembers."""
+    return memory_report(config, sc).num_state_bytes
 
 
 @pytest.mark.parametrize(("name", "slots"), [("Qwen3.8-27B", 8), ("q4_all", 64), ("q35_dense", 1)])
