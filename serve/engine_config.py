@@ -98,15 +98,29 @@ def longest_text(config: EngineConfig, model: HybridConfig) -> int:
 
 
 def resolve(config: EngineConfig, model: HybridConfig, dtype: str) -> StateConfig:
-    """Size the pools from the byte budget.
+    """Size the pools from the byte budget, for this device.
+
+    Raises:
+      ValueError: as `size_pools`.
+      MemoryError: the device has not that much memory.
+    """
+    state_config, num_bytes = size_pools(config, model, dtype)
+    check_fits(num_bytes, "the decode state")
+    return state_config
+
+
+def size_pools(config: EngineConfig, model: HybridConfig, dtype: str) -> tuple[StateConfig, int]:
+    """Size the pools from the byte budget, whatever this device has.
 
     Every array of the state is counted, as its declared inventory lists it, and the history that
     the sampler keeps of each slot.
 
+    Returns:
+      The pools, and the bytes of all of it.
+
     Raises:
       ValueError: the context is longer than the model's, or the budget does not hold one sequence
         at full length; the message has needed and available bytes.
-      MemoryError: the device has not that much memory.
     """
     context = longest_text(config, model)
     if model.qsa is not None and config.block_size % model.qsa.ratio:
@@ -140,5 +154,4 @@ def resolve(config: EngineConfig, model: HybridConfig, dtype: str) -> StateConfi
             f"{context} tokens {block * per_slot} more"
         )
     num_blocks = int(min(available, per_slot * slots))
-    check_fits(fixed + block * num_blocks, "the decode state")
-    return dataclasses.replace(smallest, num_blocks=num_blocks)
+    return dataclasses.replace(smallest, num_blocks=num_blocks), fixed + block * num_blocks
