@@ -219,7 +219,7 @@ def test_greedy_with_penalties_follows_a_numpy_loop():
         return counted, token
 
     marks, tokens = jax.jit(lambda m, x: jax.lax.scan(step, m, x))(first, logits)
-    num_repeated = 0
+    num_repeated = num_changed = 0
     for row, (repetition, frequency, presence, biases, _) in enumerate(parameters):
         output: list[int] = []
         for step_logits in logits[:, row].astype(np.float64):
@@ -233,9 +233,10 @@ def test_greedy_with_penalties_follows_a_numpy_loop():
             output.append(int(scores.argmax()))
         assert np.asarray(tokens)[:, row].tolist() == output
         np.testing.assert_array_equal(np.asarray(marks)[row], marks_of(output=output))
-        assert output != logits[:, row].argmax(-1).tolist()
+        num_changed += output != logits[:, row].argmax(-1).tolist()
         num_repeated += steps - len(set(output))
     assert num_repeated > steps
+    assert num_changed >= size - 2
 
 
 def test_only_live_tokens_of_the_first_rows_are_counted():
