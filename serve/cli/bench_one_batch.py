@@ -148,11 +148,12 @@ def _arguments(args: argparse.Namespace, shapes: list[Shape]) -> dict[str, Any]:
                 raise UsageError(f"{field.name} must be at least 1, got {value}")
     longest = max(shape.input_len + shape.output_len for shape in shapes)
     largest = max(shape.batch_size for shape in shapes)
-    arguments = engine_arguments(args) | {"skip_tokenizer_init": True}
+    arguments = {"max_running_requests": largest, **engine_arguments(args)}
+    arguments["skip_tokenizer_init"] = True
     if args.context_length is None and longest > DEFAULT_CONTEXT:
         arguments["context_length"] = longest
-    arguments["max_running_requests"] = max(largest, args.max_running_requests)
-    engine_config(arguments)
+    if engine_config(arguments).max_running_requests < largest:
+        raise UsageError(f"a batch of {largest} does not fit --max-running-requests")
     return arguments
 
 

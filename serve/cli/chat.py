@@ -21,6 +21,7 @@ from serve.cli.flags import (
     json_object,
     model_defaults,
     sampling_arguments,
+    single_sequence,
 )
 from serve.cli.generate import print_parts, summary
 from serve.cli.jobs import Result
@@ -115,7 +116,7 @@ def _tools(path: str | None) -> list[Any] | None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model; answer one message, or one after the other."""
-    asked, arguments = sampling_arguments(args), engine_arguments(args)
+    asked, arguments = sampling_arguments(args), single_sequence(engine_arguments(args))
     if asked.get("n", 1) != 1:
         raise UsageError("a chat has one answer: --n must be 1")
     start_s = time.monotonic()

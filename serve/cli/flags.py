@@ -134,7 +134,13 @@ MODEL_FLAGS = (
 )
 
 MEMORY_FLAGS = (
-    _engine("max_running_requests", "sequences side by side", read=int),
+    Flag(
+        name="max_running_requests",
+        read=int,
+        help="sequences side by side; if not given, 8, 1 for a single prompt or a chat, and in "
+        "bench-one-batch the largest batch",
+        field="max_running_requests",
+    ),
     _engine("chunked_prefill_size", "prompt tokens of one step at most", read=int),
     _engine("page_size", "tokens of a block", field="block_size", read=int),
     _engine("memory_bytes", "byte budget of the decode state; made to fit if not given", read=int),
@@ -215,6 +221,14 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     arguments["compilation_cache_dir"] = args.compilation_cache_dir or None
     engine_config(arguments)
     return arguments
+
+
+def single_sequence(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine that has one sequence at a time, unless they ask for more.
+
+    A step computes every slot, whether a sequence is in it or not.
+    """
+    return {"max_running_requests": 1, **arguments}
 
 
 def engine_config(arguments: Mapping[str, Any]) -> EngineConfig:

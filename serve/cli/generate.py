@@ -18,6 +18,7 @@ from serve.cli.flags import (
     engine_config,
     model_defaults,
     sampling_arguments,
+    single_sequence,
 )
 from serve.cli.jobs import INPUT_FLAG, PROMPT_FLAG, Job, Result, failure, read_jobs
 from serve.cli.terminal import note, start_engine, write
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     jobs = read_jobs(args.prompt, args.input)
     is_text = args.prompt is not None and len(jobs) == 1 and args.output is None
     if is_text and asked.get("n", 1) == 1 and not args.skip_tokenizer_init:
-        return _print_text(args, jobs[0].fields["prompt"], asked, arguments)
+        prompt = jobs[0].fields["prompt"]
+        return _print_text(args, prompt, asked, single_sequence(arguments))
     if args.echo:
         raise UsageError("--echo is for one --prompt without --output")
     with (

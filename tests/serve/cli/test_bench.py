@@ -63,6 +63,10 @@ def test_figures_are_tokens_over_seconds():
     [
         (["bench-one-batch", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["bench-one-batch", "--output-len", "4", "0"], "output_len must be at least 1, got 0"),
+        (
+            ["bench-one-batch", "--batch-size", "4", "--max-running-requests", "3"],
+            "a batch of 4 does not fit --max-running-requests",
+        ),
         (["bench-offline", "--num-prompts", "0"], "num_prompts must be at least 1, got 0"),
         (["bench-offline", "--random-range-ratio", "2"], "random_range_ratio must be in [0, 1]"),
         (["bench-offline", "--dataset-name", "sharegpt"], "(choose from random)"),

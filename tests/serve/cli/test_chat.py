@@ -39,6 +39,7 @@ def test_one_message_is_answered_and_may_be_as_long_as_there_is_room(capsys):
     assert prompts() == ["user:hi;assistant:"]
     expected = SamplingParams(max_new_tokens=CONTEXT - len("user:hi;assistant:"))
     assert ToyEngine.calls[0][1:] == (expected, True)
+    assert ToyEngine.flags["max_running_requests"] == 1
 
 
 def test_every_option_reaches_the_template_and_the_sampler(tmp_path):

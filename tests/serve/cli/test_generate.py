@@ -37,6 +37,7 @@ def test_one_prompt_streams_text_and_sums_up_on_standard_error(capsys):
     assert "[3 + 4 tokens, ended by length, first text after" in err
     assert "seed 5]" in err
     assert ToyEngine.calls == [("def f():", SamplingParams(), True)]
+    assert ToyEngine.flags["max_running_requests"] == 1
 
 
 def test_without_streaming_and_with_the_prompt(capsys):
@@ -56,6 +57,7 @@ def test_results_come_in_the_order_of_the_input_under_random_completion(tmp_path
     # They did run side by side, and ended in another order.
     assert ToyEngine.most_under_way > 10
     assert [prompt for prompt, *_ in ToyEngine.calls] != [f"p{i}" for i in range(60)]
+    assert "max_running_requests" not in ToyEngine.flags
     out, err = capsys.readouterr()
     assert out == ""
     assert "[60 done, 0 failed; 180 + 240 tokens, " in err

@@ -29,7 +29,10 @@ def with_toy(toy):
         (["--dtype", "float16"], "invalid value 'float16' (choose from auto, float32, bfloat16)"),
         (["--load-format", "gguf"], "(choose from auto, dummy)"),
         (["--mamba-ssm-dtype", "int8"], "(choose from float32, bfloat16"),
-        (["--max-running-requests", "0"], "max_running_requests must be at least 1, got 0"),
+        (
+            ["--max-running-requests", "0"],
+            "max_running_requests must be an integer in [1, 1048576], got 0",
+        ),
         (["--top-k", "x"], "argument --top-k: invalid int value 'x'"),
         (["--image", "x"], "unrecognized arguments: --image x"),
         (["--input", "f.jsonl"], "give --prompt or --input, not both"),

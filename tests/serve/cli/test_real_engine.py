@@ -127,7 +127,7 @@ def test_one_batch_prints_and_appends_its_figures(lent, tmp_path, capsys):
     sizes = ["--batch-size", "1", "3", "--input-len", "20", "--output-len", "4"]
     argv = ["bench-one-batch", "--model", "m", *sizes, "--run-name", "here"]
     assert main([*argv, "--result-filename", str(out)]) == 0
-    assert lent.asked[0]["max_running_requests"] == 8
+    assert lent.asked[0]["max_running_requests"] == 3
     text = capsys.readouterr().out
     assert text.startswith("Compile. ")
     for start in ("Prefill. latency: ", "Decode 2. Batch size: 3, latency: ", "Total. latency: "):
