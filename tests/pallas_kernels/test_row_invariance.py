@@ -20,7 +20,15 @@ from pallas_kernels.ngram import ngram_rows
 from pallas_kernels.norm import gated_rms_norm, grouped_rms_norm, inverse_length, rms_norm
 from pallas_kernels.rope import rope
 from pallas_kernels.rows import TILE_ROWS, map_tiles
-from pallas_kernels.sampling import Sampling, choose, filtered_logits, log_probabilities
+from pallas_kernels.sampling import (
+    GENERATED,
+    Penalties,
+    Sampling,
+    choose,
+    filtered_logits,
+    log_probabilities,
+    penalized,
+)
 from qwen_hybrid.step import COMPILER_OPTIONS
 from tests.pallas_kernels.paged import same_bits
 
@@ -147,6 +155,26 @@ def _sampling(dtype) -> tuple[Callable, Rows]:
     return fn, (3 * _normal(17, TILE_ROWS, VOCAB), position, *parameters)
 
 
+def _penalties(dtype) -> tuple[Callable, Rows]:
+    del dtype
+    rng = np.random.default_rng(18)
+    marks = rng.integers(0, 4 * GENERATED, (TILE_ROWS, VOCAB)).astype(np.int32)
+    bias = _normal(19, TILE_ROWS, VOCAB)
+    fields = (
+        rng.choice([0.7, 1.0, 1.4], TILE_ROWS).astype(np.float32),
+        rng.choice([-1.0, 0.0, 0.3], TILE_ROWS).astype(np.float32),
+        rng.choice([-1.0, 0.0, 0.7], TILE_ROWS).astype(np.float32),
+        rng.integers(0, 20, TILE_ROWS).astype(np.int32),
+        rng.random(TILE_ROWS) < 0.7,
+    )
+
+    def fn(logits, position, marks, bias, *fields):
+        return (penalized(logits, marks, bias, Penalties(*fields), position),)
+
+    position = np.arange(TILE_ROWS, dtype=np.int32)
+    return fn, (3 * _normal(20, TILE_ROWS, VOCAB), position, marks, bias, *fields)
+
+
 OPERATORS = {
     "norms": _norms,
     "gated norms": _gated_norms,
@@ -157,9 +185,10 @@ OPERATORS = {
     "experts": _experts,
     "ngram": _ngram,
     "sampling": _sampling,
+    "penalties": _penalties,
 }
 # The same in every activation type.
-ONE_TYPE = {"ngram", "sampling"}
+ONE_TYPE = {"ngram", "sampling", "penalties"}
 CASES = [
     (name, dtype)
     for name in OPERATORS
