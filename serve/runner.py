@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -237,15 +236,20 @@ def _result(request: Request, chosen: Chosen, first: int, targets: list[int]) ->
 def _logprobs(request: Request, chosen: Chosen, rows: slice, num_top: int) -> Logprobs:
     if not request.wants_logprobs:
         return Logprobs()
-    values, top = chosen.log_probability[rows].tolist(), chosen.top[rows].tolist()
+    # Columns that nobody asked for are most of the array.
+    values, top = chosen.log_probability[rows], chosen.top[rows, :num_top]
     after_top = 1 + chosen.top.shape[1]
-
-    def pairs(ids: Sequence[int], values: list[float]) -> list[Pair]:
-        return list(zip(values, ids, strict=False))
-
     own = request.token_ids_logprob
     return Logprobs(
-        tokens=[row[0] for row in values],
-        top=[pairs(ids[:num_top], row[1:]) for ids, row in zip(top, values, strict=True)],
-        token_ids=[pairs(own, row[after_top:]) for row in values],
+        tokens=values[:, 0].tolist(),
+        top=_pairs(values[:, 1 : 1 + num_top], top),
+        token_ids=_pairs(
+            values[:, after_top : after_top + len(own)], np.tile(own, (len(values), 1))
+        ),
     )
+
+
+def _pairs(values: Any, ids: Any) -> list[list[Pair]]:
+    """(log-probability, id) by row."""
+    rows = zip(values.tolist(), ids.tolist(), strict=True)
+    return [list(zip(*row, strict=True)) for row in rows]

@@ -43,10 +43,14 @@ REFUSED_NAMES = frozenset(
         "watermark",
         "return_hidden_states",
         "lora_path",
+        "lora_id",
+        "best_of",
+        "use_beam_search",
         "image_data",
         "audio_data",
         "video_data",
         "session_params",
+        "session_id",
         "priority",
     }
 )
@@ -172,8 +176,10 @@ def _logit_bias(name: str, value: Any) -> Mapping[int, float] | None:
         raise ValueError(f"{name} must be a mapping from token id to bias, got {value!r}")
     bias = {}
     for key, item in value.items():
-        number = int(key) if isinstance(key, str) and key.isdecimal() else key
-        bias[_TOKEN_ID(name, number)] = _BIAS(name, item)
+        token = _TOKEN_ID(name, int(key) if isinstance(key, str) and key.isdecimal() else key)
+        if token in bias:
+            raise ValueError(f"{name} names the token {token} twice")
+        bias[token] = _BIAS(name, item)
     return bias or None
 
 

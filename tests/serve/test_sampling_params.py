@@ -235,6 +235,7 @@ def test_token_ids_are_checked_against_the_vocabulary():
         {"stop_token_ids": [1.0]},
         {"stop_token_ids": [True]},
         {"logit_bias": [1]},
+        {"logit_bias": {1: 2.0, "1": 2.0}},
         {"logit_bias": {"x": 1.0}},
         {"logit_bias": {1: math.nan}},
         {"logit_bias": {1: math.inf}},
