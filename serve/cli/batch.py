@@ -1,6 +1,5 @@
 """A batch of jobs through an engine: results as they come, a bar, a summary, an exit code."""
 
-import argparse
 import asyncio
 import contextlib
 import sys
@@ -28,15 +27,24 @@ Write = Callable[[Result], None]
 
 
 class Tally:
-    """What a batch came to.
+    """What is to be done of a batch, and what it came to.
 
     Attributes:
+      left: jobs without a result.
       num_done, num_failed, num_skipped: jobs by outcome; the skipped were in the file before.
+      num_failed_before: failures that were in the file.
     """
 
-    def __init__(self) -> None:
-        self.num_done = self.num_failed = self.num_skipped = 0
-        self.num_failed_before = 0
+    def __init__(self, jobs: list[Job], file: ResultsFile | None):
+        """Nothing is done yet but what the file holds, if there is one."""
+        self.left = [job for job in jobs if file is None or job.id not in file.ids]
+        self.num_done = self.num_failed = 0
+        self.num_skipped = len(jobs) - len(self.left)
+        self.num_failed_before = file.num_failed if file else 0
+        self._start_s = time.monotonic()
+
+    def start(self) -> None:
+        """Take the time from here."""
         self._start_s = time.monotonic()
 
     def count(self, result: Result) -> None:
@@ -86,30 +94,27 @@ def writer(output: str | None) -> Iterator[tuple[Write, ResultsFile | None]]:
 
 
 def run_jobs(
-    args: argparse.Namespace,
-    jobs: list[Job],
+    tally: Tally,
     answer: Callable[[Job], Awaitable[Result]],
     *,
     label: str,
     count: Callable[[Result], Any],
-    results: tuple[Write, ResultsFile | None],
-) -> Tally:
+    write: Write,
+    is_file: bool,
+) -> None:
     """Run the jobs that have no result yet and write theirs in the order of the input.
 
     Args:
       answer: computes one result; errors of the job are part of it.
       label: what the bar says.
       count: sees every result once.
-      results: what `writer` gave.
+      write: takes a result for good.
+      is_file: results do not go to standard output.
     """
-    write, file = results
-    tally = Tally()
-    left = [job for job in jobs if file is None or job.id not in file.ids]
-    tally.num_skipped = len(jobs) - len(left)
-    tally.num_failed_before = file.num_failed if file else 0
+    tally.start()
     # A bar across results on the same terminal would be unreadable.
-    is_shown = None if file or not sys.stdout.isatty() else False
-    with ProgressBar(label, len(left), is_shown=is_shown, show=str) as bar:
+    is_shown = None if is_file or not sys.stdout.isatty() else False
+    with ProgressBar(label, len(tally.left), is_shown=is_shown, show=str) as bar:
 
         async def answered(job: Job) -> Result:
             result = await answer(job)
@@ -117,13 +122,12 @@ def run_jobs(
             return result
 
         async def run() -> None:
-            async for _, result in in_order(left, answered, window=WINDOW):
+            async for _, result in in_order(tally.left, answered, window=WINDOW):
                 write(result)
                 tally.count(result)
                 count(result)
 
         asyncio.run(run())
-    return tally
 
 
 def sum_up(tally: Tally, more: str) -> int:

@@ -3,10 +3,10 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TextIO, cast
 
-from serve.cli.batch import OUTPUT_FLAG, run_jobs, sum_up, writer
+from serve.cli.batch import OUTPUT_FLAG, Tally, run_jobs, sum_up, writer
 from serve.cli.command import Command
 from serve.cli.errors import EXIT_OK, UsageError
 from serve.cli.flags import (
@@ -67,22 +67,21 @@ def run(args: argparse.Namespace) -> int:
         return _print_text(args, prompt, asked, single_sequence(arguments))
     if args.echo:
         raise UsageError("--echo is for one --prompt without --output")
-    with (
-        writer(args.output) as results,
-        start_engine(arguments, engine_config(arguments), log_level=args.log_level) as engine,
-    ):
-        defaults = _defaults(args, engine)
-        tokens = {"prompt_tokens": 0, "completion_tokens": 0}
+    tokens = {"prompt_tokens": 0, "completion_tokens": 0}
 
-        async def answer(job: Job) -> Result:
-            return await _answer(engine, job, args, defaults | asked)
+    def count(result: Result) -> None:
+        for part in result.get("samples", [result]):
+            for name in tokens:
+                tokens[name] += part.get("meta_info", {}).get(name, 0)
 
-        def count(result: Result) -> None:
-            for part in result.get("samples", [result]):
-                for name in tokens:
-                    tokens[name] += part.get("meta_info", {}).get(name, 0)
-
-        tally = run_jobs(args, jobs, answer, label="generating", count=count, results=results)
+    with writer(args.output) as (write_result, file):
+        tally = Tally(jobs, file)
+        if tally.left:
+            config = engine_config(arguments)
+            with start_engine(arguments, config, log_level=args.log_level) as engine:
+                answer = _answerer(engine, args, _defaults(args, engine) | asked)
+                target = {"write": write_result, "is_file": file is not None}
+                run_jobs(tally, answer, label="generating", count=count, **target)
     prompt, completion = tokens["prompt_tokens"], tokens["completion_tokens"]
     rate = completion / max(tally.seconds, 1e-9)
     return sum_up(tally, f"{prompt} + {completion} tokens, {rate:.1f} tokens/s,")
@@ -94,19 +93,23 @@ def _defaults(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     return model_defaults(args, tokenizer.generation_defaults if tokenizer else {})
 
 
-async def _answer(
-    engine: Engine, job: Job, args: argparse.Namespace, sampling: Mapping[str, Any]
-) -> Result:
-    """Return the result of one job, be it an error of its own."""
-    if job.error is not None:
-        return failure(job, job.error)
-    try:
-        answer = await engine.async_generate(**_request(engine, job, args, sampling))
-    except (ValueError, TypeError, StepError) as error:
-        return failure(job, error)
-    if isinstance(answer, list):
-        return {"id": job.id, "samples": answer}
-    return {"id": job.id, **cast(Result, answer)}
+def _answerer(
+    engine: Engine, args: argparse.Namespace, sampling: Mapping[str, Any]
+) -> Callable[[Job], Awaitable[Result]]:
+    """Return what computes the result of one job, be it an error of its own."""
+
+    async def answer(job: Job) -> Result:
+        if job.error is not None:
+            return failure(job, job.error)
+        try:
+            found = await engine.async_generate(**_request(engine, job, args, sampling))
+        except (ValueError, TypeError, StepError) as error:
+            return failure(job, error)
+        if isinstance(found, list):
+            return {"id": job.id, "samples": found}
+        return {"id": job.id, **cast(Result, found)}
+
+    return answer
 
 
 def _request(

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from serve.cli.batch import OUTPUT_FLAG, run_jobs, sum_up, writer
+from serve.cli.batch import OUTPUT_FLAG, Tally, run_jobs, sum_up, writer
 from serve.cli.command import Command
 from serve.cli.errors import UsageError
 from serve.cli.flags import ENGINE_GROUPS, Flag, engine_arguments, engine_config
@@ -39,23 +39,23 @@ def run(args: argparse.Namespace) -> int:
     arguments = engine_arguments(args)
     jobs = _jobs(args)
     total_logprob, num_scored = 0.0, 0
-    with (
-        writer(args.output) as results,
-        start_engine(arguments, engine_config(arguments), log_level=args.log_level) as engine,
-        concurrent.futures.ThreadPoolExecutor(
-            2 * engine.engine_config.max_running_requests
-        ) as pool,
-    ):
 
-        async def answer(job: Job) -> Result:
-            return await _answer(engine, job, args, pool)
+    def count(result: Result) -> None:
+        nonlocal total_logprob, num_scored
+        total_logprob += result.get("logprob", 0.0)
+        num_scored += result.get("num_scored", 0)
 
-        def count(result: Result) -> None:
-            nonlocal total_logprob, num_scored
-            total_logprob += result.get("logprob", 0.0)
-            num_scored += result.get("num_scored", 0)
-
-        tally = run_jobs(args, jobs, answer, label="scoring", count=count, results=results)
+    with writer(args.output) as (write_result, file):
+        tally = Tally(jobs, file)
+        if tally.left:
+            config = engine_config(arguments)
+            with (
+                start_engine(arguments, config, log_level=args.log_level) as engine,
+                concurrent.futures.ThreadPoolExecutor(2 * config.max_running_requests) as pool,
+            ):
+                answer = functools.partial(_answer, engine, args, pool)
+                target = {"write": write_result, "is_file": file is not None}
+                run_jobs(tally, answer, label="scoring", count=count, **target)
     perplexity = _perplexity(total_logprob, num_scored)
     return sum_up(tally, f"{num_scored} tokens scored, perplexity {perplexity:.4f},")
 
@@ -74,7 +74,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
 
 
 async def _answer(
-    engine: Engine, job: Job, args: argparse.Namespace, pool: concurrent.futures.Executor
+    engine: Engine, args: argparse.Namespace, pool: concurrent.futures.Executor, job: Job
 ) -> Result:
     """Return the scores of one text, be it an error of its own."""
     if job.error is not None:

@@ -138,7 +138,9 @@ def test_a_bad_line_is_an_error_in_its_place_and_exit_1(tmp_path, capsys):
     count = len(BAD_LINES)
     assert f"[{count} done, {count} failed; " in capsys.readouterr().err
     # Run again, there is nothing to do, and it still has not succeeded.
+    num_started = ToyEngine.num_started
     assert main(argv) == 1
+    assert ToyEngine.num_started == num_started
     assert lines_of(out) == results
     err = capsys.readouterr().err
     assert f"[0 done, 0 failed, {len(lines)} skipped ({count} of those in the file failed)" in err
@@ -162,7 +164,7 @@ def test_a_run_cut_off_at_any_byte_is_completed(tmp_path, monkeypatch):
         num_kept = whole[:cut].count(b"\n")
         assert main(argv) == 0
         assert out.read_bytes() == whole, cut
-        assert len(ToyEngine.calls) == 6 - num_kept, cut
+        assert num_kept == 6 or len(ToyEngine.calls) == 6 - num_kept, cut
 
 
 @pytest.mark.parametrize(

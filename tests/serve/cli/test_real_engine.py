@@ -64,7 +64,8 @@ def test_results_equal_those_of_the_python_api(lent, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     out = tmp_path / "out.jsonl"
     argv = ["generate", "--model", "m", "--input", str(tmp_path / "in.jsonl")]
-    assert main([*argv, "--output", str(out), "--sampling-defaults", "openai"]) == 0
+    argv += ["--output", str(out), "--sampling-defaults", "openai"]
+    assert main([*argv, "--logprob-start-len", "0", "--top-logprobs-num", "1"]) == 0
     results = lines_of(out)
     samples = results[2].pop("samples")
     expected = [lent.generate(text, p) for text, p in zip(TEXTS, params, strict=True)]
@@ -74,9 +75,10 @@ def test_results_equal_those_of_the_python_api(lent, tmp_path):
         assert result["text"] == one["text"]
     assert results[0]["meta_info"]["sampling_seed"] == 5
     assert results[3]["text"] == lent.chat(chat, greedy(5))["text"]
-    ids = lent.generate(input_ids=[4, 5, 6], sampling_params=greedy(3), return_logprob=True)
-    logprobs = [list(triple) for triple in ids["meta_info"]["output_token_logprobs"]]
-    assert results[4]["meta_info"]["output_token_logprobs"] == logprobs
+    wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    ids = lent.generate(input_ids=[4, 5, 6], sampling_params=greedy(3), **wanted)["meta_info"]
+    for name in ("output_token_logprobs", "input_token_logprobs", "output_top_logprobs"):
+        assert results[4]["meta_info"][name] == json.loads(json.dumps(ids[name]))
 
 
 def test_streamed_text_and_chat_equal_those_of_the_python_api(lent, capsys):
@@ -96,12 +98,14 @@ def test_streamed_text_and_chat_equal_those_of_the_python_api(lent, capsys):
 def test_scores_equal_those_of_the_python_api(lent, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     prompts = [flag for text in TEXTS for flag in ("--prompt", text)]
-    assert main(["score", "--model", "m", *prompts, "--output", str(out)]) == 0
+    flags = ["--output", str(out), "--top-logprobs-num", "2"]
+    assert main(["score", "--model", "m", *prompts, *flags]) == 0
     total, count = 0.0, 0
     for result, text in zip(lines_of(out), TEXTS, strict=True):
-        info = lent.score(lent.tokenizer.encode(text))["meta_info"]
+        info = lent.score(lent.tokenizer.encode(text), top_logprobs_num=2)["meta_info"]
         tokens = [list(triple) for triple in info["input_token_logprobs"]]
         assert result["input_token_logprobs"] == tokens
+        assert result["input_top_logprobs"] == json.loads(json.dumps(info["input_top_logprobs"]))
         logprobs = [logprob for logprob, _, _ in tokens[1:]]
         assert result["logprob"] == math.fsum(logprobs)
         assert result["perplexity"] == pytest.approx(

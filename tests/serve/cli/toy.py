@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import types
 from typing import Any
 
 from serve.sampling_params import SamplingParams, as_sampling_params
@@ -46,7 +45,7 @@ class ToyEngine:
 
     flags: dict = {}
     calls: list = []
-    num_closed = 0
+    num_started = num_closed = 0
     num_under_way = most_under_way = 0
     after_pieces: Any = None
 
@@ -54,9 +53,9 @@ class ToyEngine:
         if flags["model_path"] == "absent":
             raise FileNotFoundError("no model directory 'absent'")
         type(self).flags, type(self).calls = flags, []
+        type(self).num_started += 1
         self.tokenizer = None if flags.get("skip_tokenizer_init") else ToyTokenizer()
         self.context_length = CONTEXT
-        self.engine_config = types.SimpleNamespace(max_running_requests=2)
 
     def __enter__(self):
         return self
