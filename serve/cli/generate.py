@@ -61,12 +61,13 @@ def run(args: argparse.Namespace) -> int:
     asked, arguments = sampling_arguments(args), engine_arguments(args)
     arguments["skip_tokenizer_init"] = args.skip_tokenizer_init
     jobs = read_jobs(args.prompt, args.input)
-    is_text = args.prompt is not None and len(jobs) == 1 and args.output is None
-    if is_text and asked.get("n", 1) == 1 and not args.skip_tokenizer_init:
+    is_single = args.prompt is not None and len(jobs) == 1 and asked.get("n", 1) == 1
+    has_more = args.skip_tokenizer_init or _logprob_options(args)
+    if is_single and args.output is None and not has_more:
         prompt = jobs[0].fields["prompt"]
         return _print_text(args, prompt, asked, single_sequence(arguments))
     if args.echo:
-        raise UsageError("--echo is for one --prompt without --output")
+        raise UsageError("--echo is for text, and JSON lines are asked for")
     tokens = {"prompt_tokens": 0, "completion_tokens": 0}
 
     def count(result: Result) -> None:

@@ -77,6 +77,14 @@ def test_several_prompts_of_the_command_line_give_json_lines(capsysbinary):
     assert [len(json.loads(line)["samples"]) for line in lines] == [2, 2]
 
 
+@pytest.mark.parametrize("flags", [["--return-logprob"], ["--top-logprobs-num", "2"]])
+def test_what_text_cannot_show_makes_one_prompt_a_json_line(capsysbinary, flags):
+    assert main(["generate", "--model", "m", "--prompt", "x", *flags]) == 0
+    assert json.loads(capsysbinary.readouterr().out)["text"] == "x"
+    assert ToyEngine.calls[0][2]["return_logprob"] is True
+    assert main(["generate", "--model", "m", "--prompt", "x", "--echo", *flags]) == 2
+
+
 def test_standard_input_holds_every_kind_of_prompt(monkeypatch, capsysbinary):
     text = (
         '\ufeff{"prompt": "a\u2028b"}\n'
@@ -87,7 +95,7 @@ def test_standard_input_holds_every_kind_of_prompt(monkeypatch, capsysbinary):
     )
     stdin = types.SimpleNamespace(buffer=io.BytesIO(text.encode()), isatty=lambda: False)
     monkeypatch.setattr("sys.stdin", stdin)
-    argv = ["generate", "--model", "m", "--seed", "1", "--logprob-start-len", "0"]
+    argv = ["generate", "--model", "m", "--seed", "1", "--logprob-start-len", "0", "--input", "-"]
     assert main([*argv, "--top-p", "0.5"]) == 0
     results = [json.loads(line) for line in capsysbinary.readouterr().out.decode().split("\n")[:-1]]
     assert [(r["id"], r["text"]) for r in results] == [
