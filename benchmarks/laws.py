@@ -1,6 +1,6 @@
 """The laws in full: random schedules, scores and a second process beside golden solo runs.
 
-    python -m benchmarks.laws [--schedules 50] [--models demo demo-dense] [--dtypes ...]
+    python -m benchmarks.laws [--schedules 75] [--models demo demo-dense] [--dtypes ...]
 
 Prints a table and writes benchmarks/results/laws.csv. The exit code is 1 if any bit differs.
 """
@@ -74,7 +74,7 @@ def rows_of(model: str, dtype: str, num_schedules: int, folder: Path) -> list[di
 def main() -> int:
     """Run every model in every dtype; exit code 1 on a difference."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schedules", type=int, default=50, help="of each model in each dtype")
+    parser.add_argument("--schedules", type=int, default=75, help="of each model in each dtype")
     parser.add_argument(
         "--models", nargs="+", default=PACKAGED_MODELS, choices=[*PACKAGED_MODELS, *TINY]
     )

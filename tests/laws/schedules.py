@@ -3,7 +3,8 @@
 A golden run is one request alone in an engine of one slot, its prompt prefilled in one piece. A
 schedule runs several of the same requests together in another engine: other batch shapes, other
 slots and blocks, chunks of other sizes, other arrival times, sometimes beside a request full of
-NaN. Tokens, log-probabilities and state digests must be the same bits.
+NaN, or in a pool that is too small, and preempted at every kind of moment. Tokens,
+log-probabilities and state digests must be the same bits.
 """
 
 import contextlib
@@ -20,45 +21,73 @@ import numpy as np
 from qwen_hybrid.state import GdnState
 from serve.engine import Engine
 from serve.engine_config import EngineConfig
+from serve.inputs import Wanted
 from serve.request import Request
 from serve.runner import StepResult
 from serve.scheduler import Work
+from tests.laws.moments import BLOCK, Cover, Held
 
 CHUNKS = (1, 17, 63, 64, 65, 100)
+RANDOM = 0
 # Longer than one span of attention.
 CONTEXT = 384
 MAX_PROMPT = 270
-MAX_BY_ROW = 65
+# By place in the list of lengths: these decode into another block, one through a whole one.
+LONG_OUTPUTS = {1: 70, 4: 52, 5: 70, 6: 40}
+MAX_BY_ROW = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One request and what it gave alone.
+    """One request.
 
     Attributes:
       prompt: token ids.
       params: sampling parameters, with a seed.
+      wanted: which log-probabilities.
     """
 
     prompt: list[int]
     params: dict[str, Any]
+    wanted: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def max_len(self) -> int:
+        """Rows that it can come to."""
+        return len(self.prompt) + self.params["max_new_tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a request gave; equality is equality of bits."""
+    """What a request gave; equality is equality of bits.
+
+    Attributes:
+      tokens: the output.
+      log_probabilities: of the output, float32.
+      others: every other log-probability that was asked for; `repr` writes all digits.
+      digests: of the state, by part.
+    """
 
     tokens: tuple[int, ...]
     log_probabilities: bytes
+    others: tuple[tuple[str, str], ...]
     digests: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, request: Request) -> "Outcome":
         """The outcome of a finished request."""
         assert request.state_digests is not None
+        others = (
+            "input_logprobs",
+            "input_top_logprobs",
+            "input_token_ids_logprobs",
+            "output_top_logprobs",
+            "output_token_ids_logprobs",
+        )
         return cls(
             tuple(request.output_ids),
             np.asarray(request.output_logprobs, np.float32).tobytes(),
+            tuple((name, repr(getattr(request, name))) for name in others),
             tuple(sorted(request.state_digests.items())),
         )
 
@@ -72,6 +101,9 @@ class Outcome:
         mine, theirs = (np.frombuffer(o.log_probabilities, np.uint32) for o in (self, other))
         if (mine != theirs).any():
             return f"log-probability {int(np.argmax(mine != theirs))}"
+        for (name, a), (_, b) in zip(self.others, other.others, strict=True):
+            if a != b:
+                return name
         for (name, a), (_, b) in zip(self.digests, other.digests, strict=True):
             if a != b:
                 return f"state {name}"
@@ -84,18 +116,53 @@ def make_cases(rng: np.random.Generator, vocab_size: int, count: int) -> list[Ca
     cases = []
     for index in range(count):
         size = int(lengths[index % len(lengths)])
-        params: dict[str, Any] = {
-            # One decodes through a whole block.
-            "max_new_tokens": 70 if index % 16 == 5 else int(rng.integers(1, 16)),
-            "sampling_seed": int(rng.integers(0, 1 << 62)),
-            "ignore_eos": True,
-            "temperature": float(rng.choice([0.0, 0.6, 1.0, 1.5])),
-            "top_p": float(rng.choice([1.0, 0.9, 0.5])),
-            "top_k": int(rng.choice([-1, 1, 20])),
-            "min_p": float(rng.choice([0.0, 0.1])),
-        }
-        cases.append(Case(rng.integers(0, vocab_size, size).tolist(), params))
+        new = LONG_OUTPUTS.get(index % len(lengths), int(rng.integers(1, 16)))
+        prompt = rng.integers(0, vocab_size, size).tolist()
+        cases.append(
+            Case(prompt, _params(rng, vocab_size, new), _wanted(rng, vocab_size, size, index))
+        )
     return cases
+
+
+def _params(rng: np.random.Generator, vocab_size: int, new: int) -> dict[str, Any]:
+    """Sampling parameters of every kind but those that need a tokenizer."""
+    some = [int(token) for token in rng.integers(0, vocab_size, 40)]
+    # Where end tokens count, some may come and are put off for a while.
+    ends = bool(rng.integers(0, 3) == 0)
+    return {
+        "max_new_tokens": new,
+        "sampling_seed": int(rng.integers(0, 1 << 62)),
+        "ignore_eos": not ends,
+        "stop_token_ids": some if ends else None,
+        "min_new_tokens": int(rng.integers(0, new + 1)) if ends else 0,
+        "temperature": float(rng.choice([0.0, 0.6, 1.0, 1.5])),
+        "top_p": float(rng.choice([1.0, 0.9, 0.5])),
+        "top_k": int(rng.choice([-1, 1, 20])),
+        "min_p": float(rng.choice([0.0, 0.1])),
+        "frequency_penalty": float(rng.choice([0.0, 0.0, 0.8, -0.4])),
+        "presence_penalty": float(rng.choice([0.0, 0.0, 0.6, -0.2])),
+        "repetition_penalty": float(rng.choice([1.0, 1.0, 1.3, 0.9])),
+        "logit_bias": {some[0]: 2.5, some[1]: -1.5} if rng.integers(0, 2) else None,
+    }
+
+
+def _wanted(rng: np.random.Generator, vocab_size: int, size: int, index: int) -> dict[str, Any]:
+    """Log-probabilities of every kind."""
+    ids = [int(token) for token in rng.integers(0, vocab_size, 5)]
+    return {
+        "return_logprob": True,
+        "logprob_start_len": (-1, 0, size // 2)[index % 3],
+        "top_logprobs_num": int(rng.choice([0, 1, 20])),
+        "token_ids_logprob": ids if rng.integers(0, 2) else None,
+        "return_state_digest": True,
+    }
+
+
+POISONED = Case(
+    [1] * 70,
+    {"max_new_tokens": 25, "ignore_eos": True},
+    {"return_logprob": True, "return_state_digest": True},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +219,8 @@ def _fill_with_nan(engine: Engine) -> None:
 
 def request_of(engine: Engine, case: Case) -> Request:
     """A fresh request of a case."""
-    (request,) = engine.inputs.read(None, case.params, case.prompt).requests
-    request.return_logprob = request.return_state_digest = True
+    wanted = Wanted(**case.wanted)
+    (request,) = engine.inputs.read(None, case.params, case.prompt, wanted=wanted).requests
     return request
 
 
@@ -184,6 +251,8 @@ class Schedule:
       arrivals: step at which each arrives.
       chunk: prefill chunk, 0 for random sizes.
       is_poisoned: a request whose rows are NaN runs beside them.
+      is_preempted: requests are preempted at moments that were not met yet.
+      is_starved: the blocks hold the largest request and no more.
       seed: of the random chunks.
     """
 
@@ -191,6 +260,8 @@ class Schedule:
     arrivals: tuple[int, ...]
     chunk: int
     is_poisoned: bool
+    is_preempted: bool
+    is_starved: bool
     seed: int
 
     def chunk_len(self) -> Callable[[int], int]:
@@ -204,14 +275,25 @@ class Schedule:
 def make_schedule(seed: int, cases: list[Case]) -> Schedule:
     """A random schedule; chunk sizes take turns so that all of them occur."""
     rng = np.random.default_rng(seed)
-    chunk = (*CHUNKS, 0)[seed % (len(CHUNKS) + 1)]
+    chunk = (*CHUNKS, RANDOM)[seed % (len(CHUNKS) + 1)]
     # A long prompt that is fed row by row takes as many steps as all other schedules.
     longest = MAX_BY_ROW if chunk == 1 else MAX_PROMPT
+    # Where blocks are few, requests that begin with one and come to need another run out of them.
+    is_starved = seed % 2 == 1 and chunk <= BLOCK + 1
+    longest = BLOCK + 1 if is_starved else longest
     fitting = [i for i, case in enumerate(cases) if len(case.prompt) <= longest]
-    size = min(int(rng.integers(2, 7)), len(fitting))
+    size = len(fitting) if is_starved else min(int(rng.integers(3, 8)), len(fitting))
     chosen = tuple(int(i) for i in rng.choice(fitting, size, replace=False))
-    arrivals = tuple(sorted(int(i) for i in rng.integers(0, 25, len(chosen))))
-    return Schedule(chosen, arrivals, chunk, bool(seed % 3 == 0), seed)
+    arrivals = tuple(sorted(int(i) for i in rng.integers(0, 4 if is_starved else 12, len(chosen))))
+    return Schedule(
+        chosen,
+        arrivals,
+        chunk,
+        is_poisoned=seed % 3 == 0,
+        is_preempted=seed % 4 != 3,
+        is_starved=is_starved,
+        seed=seed,
+    )
 
 
 @dataclasses.dataclass
@@ -223,6 +305,7 @@ class Happened:
       num_steps, num_shared: steps, and those with rows of more than one request.
       num_poisoned: steps with rows of NaN beside others.
       num_seals: states stored.
+      num_forced, num_starved: preemptions by the schedule, and for want of blocks.
       slots: batch slots that requests ran in.
     """
 
@@ -231,6 +314,8 @@ class Happened:
     num_shared: int = 0
     num_poisoned: int = 0
     num_seals: int = 0
+    num_forced: int = 0
+    num_starved: int = 0
     slots: set[int] = dataclasses.field(default_factory=set)
 
     def add(self, other: "Happened") -> None:
@@ -243,7 +328,8 @@ class Happened:
         """One line."""
         return (
             f"{self.num_steps} steps, {self.num_shared} of several requests, {self.num_poisoned} "
-            f"beside rows of NaN, {len(self.pieces)} sizes of prompt pieces, {self.num_seals} seals"
+            f"beside rows of NaN, {len(self.pieces)} sizes of prompt pieces, {self.num_seals} "
+            f"seals, {self.num_forced} forced preemptions, {self.num_starved} for want of blocks"
         )
 
     def saw(self, work: list[Work], results: list[StepResult], poison: Request | None) -> None:
@@ -265,17 +351,22 @@ class Happened:
 
 class ScheduleRunner:
     """An engine of several slots that runs schedules one after another, over what earlier ones
-    left in its pools."""
+    left in its pools.
+
+    Attributes:
+      cover: the moments at which requests were preempted.
+    """
 
     def __init__(self, setting: Setting):
         self.engine = setting.engine(max_running_requests=4, chunked_prefill_size=128)
+        self.cover = Cover()
         self._run = self.engine.core.runner.run
         self.engine.core.runner.run = self._observed  # type: ignore[method-assign]
         self._happened, self._poison = Happened(), None
 
     def _observed(self, work: list[Work]) -> list[StepResult]:
         poison = self._poison
-        if poison is not None and not poison.is_finished and poison.committed_len > 0:
+        if poison is not None and poison.slot >= 0 and poison.committed_len > 0:
             self._spoil(poison.slot)
         results = self._run(work)
         self._happened.saw(work, results, self._poison)
@@ -292,33 +383,65 @@ class ScheduleRunner:
 
     def run(self, schedule: Schedule, cases: list[Case]) -> tuple[list[Outcome], Happened]:
         """Outcomes of the schedule's cases, in its order, and what happened."""
-        engine, self._happened = self.engine, Happened()
-        engine.core.scheduler.chunk_len = schedule.chunk_len()
-        requests = [request_of(engine, cases[i]) for i in schedule.cases]
-        self._poison = None
-        if schedule.is_poisoned:
-            poisoned = Case([1] * 70, {"max_new_tokens": 25, "ignore_eos": True})
-            self._poison = request_of(engine, poisoned)
-            engine.core.scheduler.add(self._poison)
+        core, self._happened = self.engine.core, Happened()
+        scheduler = core.scheduler
+        scheduler.chunk_len = schedule.chunk_len()
+        before = scheduler.num_retractions
+        requests = [request_of(self.engine, cases[i]) for i in schedule.cases]
+        self._poison = request_of(self.engine, POISONED) if schedule.is_poisoned else None
+        if self._poison is not None:
+            core.add(self._poison)
+        held = Held(scheduler, self._num_blocks(schedule, cases))
         waiting, at = list(zip(schedule.arrivals, requests, strict=True)), 0
-        while waiting or not engine.core.scheduler.is_idle:
+        while waiting or not core.is_idle:
             while waiting and waiting[0][0] <= at:
-                engine.core.scheduler.add(waiting.pop(0)[1])
-            if not engine.core.scheduler.is_idle:
-                engine.core.step()
+                core.add(waiting.pop(0)[1])
+            if not core.is_idle:
+                held.between_steps()
+                self._step(schedule)
             at += 1
-        engine.core.scheduler.check_integrity()
-        engine.core.scheduler.chunk_len = lambda remaining: remaining
-        self._happened.num_seals = sum(
-            (request.committed_len - 1) // engine.engine_config.block_size for request in requests
-        )
+        held.give_back()
+        scheduler.check_integrity()
+        scheduler.chunk_len = lambda remaining: remaining
+        self._happened.num_starved = scheduler.num_retractions - before - self._happened.num_forced
+        self._happened.num_seals = sum((r.committed_len - 1) // BLOCK for r in requests)
         return [Outcome.of(request) for request in requests], self._happened
 
+    def _num_blocks(self, schedule: Schedule, cases: list[Case]) -> int:
+        """Blocks of the pool that a schedule may use."""
+        scheduler = self.engine.core.scheduler
+        if not schedule.is_starved:
+            return scheduler.capacities.num_blocks
+        longest = max(case.max_len for case in [POISONED, *(cases[i] for i in schedule.cases)])
+        return -(-longest // BLOCK)
 
-def scored(engine: Engine, case: Case, outcome: Outcome) -> bytes:
-    """Log-probabilities of a case's output, scored again by prefill (law L6)."""
-    ids = [*case.prompt, *outcome.tokens]
-    result = engine.score(ids)
+    def _step(self, schedule: Schedule) -> None:
+        """A step, with preemptions before it and of what was admitted for it."""
+        core, chunk = self.engine.core, schedule.chunk
+        if schedule.is_preempted:
+            self._happened.num_forced += self.cover.between_steps(core.scheduler, chunk)
+        work = core.plan()
+        for item in list(work):
+            new = item.request.committed_len == 0
+            if schedule.is_preempted and new and self.cover.is_met(item.request, chunk):
+                core.scheduler.preempt(item.request)
+                self._happened.num_forced += 1
+                work.remove(item)
+        if work:
+            core.advance(work, core.run(work))
+
+
+def scored(engine: Engine, case: Case, outcome: Outcome) -> str | None:
+    """How an output's log-probabilities differ when prefill scores them again, if they do (L6)."""
+    num_top = case.wanted["top_logprobs_num"]
+    result = engine.score([*case.prompt, *outcome.tokens], top_logprobs_num=num_top)
     assert isinstance(result, dict)
-    rows = result["meta_info"]["input_token_logprobs"][len(case.prompt) :]
-    return np.asarray([row[0] for row in rows], np.float32).tobytes()
+    info, start = result["meta_info"], len(case.prompt)
+    values = [row[0] for row in info["input_token_logprobs"][start:]]
+    if np.asarray(values, np.float32).tobytes() != outcome.log_probabilities:
+        return "scores"
+    if num_top:
+        top = [[row[:2] for row in rows] for rows in info["input_top_logprobs"][start:]]
+        if repr(top) != dict(outcome.others)["output_top_logprobs"]:
+            return "top scores"
+    return None
