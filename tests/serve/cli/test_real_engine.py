@@ -158,6 +158,15 @@ def test_one_batch_of_one_token_has_no_decode(lent, tmp_path, capsys):
     assert "median_decode_latency" not in lines_of(out)[0]
 
 
+def test_one_batch_can_be_traced(lent, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--input-len", "5", "--output-len", "2", "--result-filename", ""]
+    assert main(["bench-one-batch", "--model", "m", "--profile", *sizes]) == 0
+    folder = "default_batch1_input5_output2.trace"
+    assert f"[trace in {folder}]" in capsys.readouterr().err
+    assert list((tmp_path / folder).rglob("*.xplane.pb"))
+
+
 def test_one_batch_has_the_tokens_of_the_engine(lent, capsys, monkeypatch):
     sizes = ["--batch-size", "3", "--input-len", "70", "--output-len", "5"]
     argv = ["bench-one-batch", "--model", "m", *sizes, "--correctness-test"]
