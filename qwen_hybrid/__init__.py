@@ -7,6 +7,10 @@ from qwen_hybrid.convert import Conversion as Conversion
 from qwen_hybrid.convert import Format as Format
 from qwen_hybrid.convert import convert_checkpoint as convert_checkpoint
 from qwen_hybrid.dspark_config import DSparkConfig as DSparkConfig
+from qwen_hybrid.fixed_batch import extend as extend
+from qwen_hybrid.fixed_batch import fixed_batch as fixed_batch
+from qwen_hybrid.fixed_batch import start_state as start_state
+from qwen_hybrid.fixed_batch import token_log_probabilities as token_log_probabilities
 from qwen_hybrid.memory import MemoryItem as MemoryItem
 from qwen_hybrid.memory import MemoryReport as MemoryReport
 from qwen_hybrid.memory import memory_report as memory_report

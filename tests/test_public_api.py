@@ -65,6 +65,8 @@ PUBLIC = {
         "commit",
         "convert_checkpoint",
         "dummy_params",
+        "extend",
+        "fixed_batch",
         "init_state",
         "inventory",
         "load_checkpoint",
@@ -72,7 +74,9 @@ PUBLIC = {
         "logits",
         "memory_report",
         "save_hf",
+        "start_state",
         "state_spec",
+        "token_log_probabilities",
     },
     "serve": {"Engine", "EngineDeadError", "SamplingParams", "StepError"},
 }
