@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"hf": directory, "orbax": root / "orbax", "compiled": root / "compiled"}
 
 
-def start(directory: Path, **arguments) -> Engine:
+def start(directory: Path | str, **arguments: Any) -> Any:
     """An engine with the weights that it finds."""
     sizes = {"max_running_requests": 2, "chunked_prefill_size": 14, "context_length": 100}
     return Engine(directory, **(sizes | arguments))
@@ -51,7 +52,10 @@ def test_both_formats_give_the_same_bits(models: dict[str, Path]):
 
 
 def replace(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda directory: (directory / name).write_bytes(content) and None
+    def change(directory: Path) -> None:
+        (directory / name).write_bytes(content)
+
+    return change
 
 
 def cut(name: str, share: float) -> Callable[[Path], None]:
