@@ -20,7 +20,7 @@ class EngineCore:
     """Requests in flight and the device state they run on."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner):
-        """Take over an idle scheduler and a runner that is warm."""
+        """Take over an idle scheduler and a runner."""
         self.scheduler, self.runner = scheduler, runner
 
     @property

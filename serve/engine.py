@@ -97,7 +97,6 @@ class Engine:
         self.numerics: Numerics = numerics(state_config)
         _log.info("numerics %s", self.numerics.describe())
         runner = Runner(self.model_config, params, state_config, self.engine_config.row_buckets)
-        runner.warm_up()
         scheduler = Scheduler(_capacities(state_config, self.engine_config))
         self.context_length = longest_text(self.engine_config, self.model_config)
         eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
@@ -112,6 +111,11 @@ class Engine:
         self.loop = EngineLoop(self.core)
         # The thread holds the loop and the core, not the engine: dropping that ends the thread.
         self._close = weakref.finalize(self, _close, self.loop, self.core)
+        try:
+            self.loop.call(runner.warm_up)
+        except BaseException:
+            self._close()
+            raise
 
     def __enter__(self) -> "Engine":
         return self

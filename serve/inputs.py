@@ -21,6 +21,8 @@ from serve.sampling_params import (
 from serve.tokenizer import Tokenizer
 
 ON_ERROR = ("raise", "return")
+# What the template is given by other arguments.
+TEMPLATE_NAMES = frozenset({"messages", "tools"})
 
 
 def require_bool(name: str, value: Any) -> None:
@@ -106,6 +108,30 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A chat in the place of a prompt.
+
+    Attributes:
+      messages: oldest first.
+      tools: JSON schemas of functions, or None.
+      variables: further names for the template.
+    """
+
+    messages: Any
+    tools: Any
+    variables: dict[str, Any]
+
+    def render(self, tokenizer: Tokenizer) -> str:
+        """The prompt's text.
+
+        Raises:
+          ValueError: the model has no template, or it refuses the messages.
+        """
+        messages = _listed("messages", self.messages, "a list of messages")
+        return tokenizer.apply_chat_template(messages, tools=self.tools, **self.variables)
+
+
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """Reads and checks arguments. Read-only, so threads may share it.
 
@@ -162,24 +188,23 @@ class Inputs:
             raise ValueError("request ids must differ within a batch")
         return batch
 
-    def conversations(self, messages: Any, tools: Any, variables: Any) -> str | list[str]:
-        """Prompt text of a conversation, or of each of a list of them.
+    def conversations(self, messages: Any, tools: Any, variables: Any) -> Any:
+        """A conversation, or a list of them, to be read as a prompt; not looked into yet.
 
         Raises:
-          ValueError: no tokenizer, no template, or the template refuses the messages.
+          ValueError: no tokenizer, or no list.
         """
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer; skip_tokenizer_init is set")
-        if not isinstance(variables, dict):
-            raise ValueError(f"chat_template_kwargs must be a dict, got {variables!r}")
-        several = _listed("messages", messages, "a list of messages or of such lists")
-        if several and isinstance(several[0], (list, tuple)):
-            return [self._render(one, tools, variables) for one in several]
-        return self._render(several, tools, variables)
-
-    def _render(self, messages: Any, tools: Any, variables: dict[str, Any]) -> str:
-        assert self.tokenizer is not None
-        return self.tokenizer.apply_chat_template(messages, tools=tools, **variables)
+        if not isinstance(variables, dict) or not TEMPLATE_NAMES.isdisjoint(variables):
+            raise ValueError(
+                f"chat_template_kwargs must be a dict without {', '.join(sorted(TEMPLATE_NAMES))}, "
+                f"got {variables!r}"
+            )
+        items = _listed("messages", messages, "a list of messages or of such lists")
+        if items and isinstance(items[0], (list, tuple)):
+            return [Conversation(one, tools, variables) for one in items]
+        return Conversation(items, tools, variables)
 
     def _prompts(self, prompt: Any, input_ids: Any) -> tuple[list[Any], bool]:
         """The prompts, not looked into yet, and whether a list was given."""
@@ -188,7 +213,7 @@ class Inputs:
         if prompt is not None:
             if self.tokenizer is None:
                 raise ValueError("skip_tokenizer_init is set: give input_ids")
-            if isinstance(prompt, str):
+            if isinstance(prompt, (str, Conversation)):
                 return [prompt], False
             return _listed("prompt", prompt, "a string or a list of strings"), True
         items = _listed("input_ids", input_ids, "a list of integers or of such lists")
@@ -196,11 +221,13 @@ class Inputs:
         return items if is_list else [items], is_list
 
     def _encode(self, text: Any) -> list[int]:
+        assert self.tokenizer is not None
+        if isinstance(text, Conversation):
+            text = text.render(self.tokenizer)
         if not isinstance(text, str):
             raise ValueError(f"prompt must be a string, got {text!r}")
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise ValueError("prompt must be Unicode text, got bytes that are not UTF-8")
-        assert self.tokenizer is not None
         return self.tokenizer.encode(text)
 
     def _samples(

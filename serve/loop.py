@@ -5,6 +5,7 @@ on them between steps. `lock` is held while the thread changes requests, so that
 them between two steps; the device computes without it.
 """
 
+import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -66,6 +67,24 @@ class EngineLoop:
         error = EngineDeadError(f"the engine's step thread has died of {self._cause!r}")
         error.__cause__ = self._cause
         return error
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function in the thread, between steps, and wait for it; what it raises is raised.
+
+        What JAX compiles depends on settings of the thread, so that programs are made where they
+        are used.
+        """
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def answer() -> bool:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+            return True
+
+        self._inbox.put(answer)
+        future.result()
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -119,13 +119,23 @@ def test_chat_passes_tools_and_names_to_the_template(engine):
     assert tokens >= plain
 
 
+def test_a_bad_chat_of_a_batch_leaves_the_others_as_they_are(engine):
+    outs = engine.chat([MESSAGES, [], MESSAGES], greedy(4), on_error="return")
+    expected = engine.chat(MESSAGES, greedy(4))["output_ids"]
+    assert outs[0]["output_ids"] == outs[2]["output_ids"] == expected
+    assert outs[1]["error"]["message"] == "a chat needs at least one message"
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "message"),
     [
         ([], {}, "a chat needs at least one message"),
         ("hi", {}, "messages must be a list of messages or of such lists, got 'hi'"),
         ([7], {}, "message"),
+        ([MESSAGES, []], {}, "request 1: a chat needs at least one message"),
+        ([MESSAGES, 5], {}, "request 1: messages must be a list of messages, got 5"),
         (MESSAGES, {"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
+        (MESSAGES, {"chat_template_kwargs": {"tools": []}}, "without messages, tools, got"),
     ],
 )
 def test_bad_chats(no_steps, messages, options, message):
@@ -296,6 +306,14 @@ def test_a_late_compilation_is_counted_and_warned_of(directory, caplog):
         assert engine.get_server_info()["num_late_compiles"] == 1
     (record,) = [r for r in caplog.records if "compiling" in r.message]
     assert record.message.startswith("compiling the extract of a slot's state after the start")
+
+
+def test_settings_of_the_thread_that_starts_an_engine_cost_no_compilation(directory):
+    with jax.numpy_rank_promotion("warn"):
+        engine = start(directory)
+    with engine:
+        engine.generate("a", greedy(2), return_state_digest=True)
+        assert engine.get_server_info()["num_late_compiles"] == 0
 
 
 def test_counters(engine):

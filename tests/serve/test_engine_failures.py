@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from serve import Engine, EngineDeadError, StepError
+from serve.runner import Runner
 from tests import tiny_models
 from tests.serve.engines import CONTEXT, TEXTS, greedy, settle, start
 
@@ -196,6 +197,17 @@ def test_a_tokenizer_of_another_model(tmp_path):
     tiny_models.write(directory, config | {"vocab_size": 400})
     with pytest.raises(ValueError, match="the tokenizer has ids up to 422, .* ends at 399"):
         Engine(directory, load_format="dummy")
+
+
+def test_a_failure_while_compiling_ends_the_thread(directory, monkeypatch):
+    def failing(self):
+        raise Failure("no program")
+
+    monkeypatch.setattr(Runner, "warm_up", failing)
+    before = set(threading.enumerate())
+    with pytest.raises(Failure, match="no program"):
+        start(directory)
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_model_that_is_not_there(tmp_path):
