@@ -5,12 +5,10 @@ of it is in the packages; `swap` raises once the function that it changes is gon
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 
 from pallas_kernels import masked
@@ -27,9 +25,9 @@ from qwen_hybrid import state as state_module
 from qwen_hybrid.state import StateConfig
 from serve import runner as runner_module
 from serve.scheduler import Scheduler
+from tests.mutants.mutant import Mutant, Patch
+from tests.mutants.sampling_mutants import SAMPLING_MUTANTS
 from tests.mutants.swap import Shim, swap
-
-Patch = pytest.MonkeyPatch
 
 OPS = "tests/pallas_kernels"
 CONV = f"{OPS}/causal_conv/test_tiled.py"
@@ -38,7 +36,7 @@ ATTENTION = f"{OPS}/attention/test_tiled.py"
 QSA = f"{OPS}/qsa/test_tiled.py"
 SAMPLING = f"{OPS}/sampling/test_tiled.py"
 ROWS = f"{OPS}/test_row_invariance.py"
-LAWS = "tests/laws/test_laws.py::test_neighbours_slots_and_chunks_change_no_bit"
+LAWS = "tests/laws/test_laws.py::test_neighbours_slots_chunks_and_preemption_change_no_bit"
 ENGINE = "tests/serve/test_engine.py"
 STATE = "tests/qwen_hybrid/test_state.py"
 DIGEST = "tests/qwen_hybrid/test_digest.py"
@@ -48,23 +46,6 @@ GDN_SCHEDULES = (
     f"{GDN}::test_random_schedules_give_the_bits_of_one_piece_and_the_values_of_the_recurrence"
 )
 LAW_DENSE = f"{LAWS}[tiny-dense-bfloat16]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A deliberate bug.
-
-    Attributes:
-      name: short and unique.
-      breaks: what is wrong with it.
-      apply: makes the change.
-      killers: tests of which at least one must fail.
-    """
-
-    name: str
-    breaks: str
-    apply: Callable[[Patch], None]
-    killers: tuple[str, ...]
 
 
 # Gated DeltaNet.
@@ -567,5 +548,6 @@ MUTANTS = (
         _digest_covers_a_rejected_row,
         (DIGEST,),
     ),
+    *SAMPLING_MUTANTS,
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -19,7 +19,11 @@ from tests.serve.engines import TEXTS, greedy, sampled
 
 VOCAB = tiny_models.VOCAB_SIZE
 PROMPT = [7, 300, 7, 12, 45, 45, 45, 200, 9, 13, 61, 7, 88, 120, 5, 31, 300, 2]
+# Random weights hardly repeat themselves; among these few tokens, counts decide.
+FEW = dict.fromkeys(range(10, 18), 12.0)
 MIXED: list[dict[str, Any]] = [
+    {"temperature": 0, "logit_bias": FEW, "frequency_penalty": 0.8, "presence_penalty": 0.4},
+    {"temperature": 0.9, "logit_bias": FEW, "repetition_penalty": 1.6, "frequency_penalty": 1.5},
     {"temperature": 0},
     {"temperature": 0, "repetition_penalty": 1.8, "logit_bias": {3: 1.5, 9: -2.0}},
     {"temperature": 0.7, "top_k": 40, "frequency_penalty": 1.2, "presence_penalty": -0.3},
@@ -67,6 +71,7 @@ def test_greedy_with_penalties_follows_the_reference(engine):
         {"repetition_penalty": 0.6, "presence_penalty": 2.0},
         {"frequency_penalty": 0.9, "presence_penalty": 0.5},
         {"frequency_penalty": -0.5, "logit_bias": {4: 2.0, 400: 3.0}},
+        {"frequency_penalty": 0.7, "presence_penalty": -0.2, "logit_bias": FEW},
         {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "logit_bias": {7: -1.0}},
     ]
     outs = engine.generate(

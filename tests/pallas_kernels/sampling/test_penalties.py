@@ -60,7 +60,8 @@ PARAMETERS: tuple[tuple[float, float, float, dict[int, float], int], ...] = (
 # temperature, top_k, top_p, min_p
 FILTERS = ((1.0, 0, 1.0, 0.0), (0.7, 40, 0.9, 0.02), (1.6, 0, 1.0, 0.1), (0.3, 8, 0.5, 0.0))
 
-_penalized = jax.jit(penalized, compiler_options=COMPILER_OPTIONS)
+# Looked up when traced, for the sake of deliberate bugs.
+_penalized = jax.jit(lambda *rows: penalized(*rows), compiler_options=COMPILER_OPTIONS)
 
 
 def marks_of(prompt: Any = PROMPT, output: Any = OUTPUT, ends: Any = ENDS) -> np.ndarray:
@@ -83,12 +84,14 @@ def rows_of(parameters: Any, position: int = 11) -> tuple[jax.Array, jax.Array, 
     for row, entries in enumerate(bias):
         for token, value in entries.items():
             biases[row, token] = value
+    in_use = np.array([p != PARAMETERS[0] for p in parameters])
+    # Rows that are not in use may hold anything.
     penalties = Penalties(
-        jnp.asarray(repetition, jnp.float32),
+        jnp.asarray(np.where(in_use, repetition, 7.0), jnp.float32),
         jnp.asarray(frequency, jnp.float32),
         jnp.asarray(presence, jnp.float32),
         jnp.asarray([position + n for n in missing], jnp.int32),
-        jnp.asarray([p != PARAMETERS[0] for p in parameters]),
+        jnp.asarray(in_use),
     )
     at = jnp.full(size, position, jnp.int32)
     marks = jnp.asarray(np.tile(marks_of(), (size, 1)))
