@@ -238,7 +238,7 @@ def _logprobs(request: Request, chosen: Chosen, rows: slice, num_top: int) -> Lo
         return Logprobs()
     # Columns that nobody asked for are most of the array.
     values, top = chosen.log_probability[rows], chosen.top[rows, :num_top]
-    after_top = 1 + chosen.top.shape[1]
+    num_top, after_top = top.shape[1], 1 + chosen.top.shape[1]
     own = request.token_ids_logprob
     return Logprobs(
         tokens=values[:, 0].tolist(),
