@@ -327,8 +327,10 @@ class Engine:
         """Record a trace of host and device until `stop_profile`.
 
         Raises:
-          RuntimeError: one is being recorded.
+          ValueError: no directory. RuntimeError: one is being recorded.
         """
+        if not isinstance(directory, (str, Path)) or directory == "":
+            raise ValueError(f"a profile needs the name of a directory, got {directory!r}")
         jax.profiler.start_trace(str(directory))
 
     def stop_profile(self) -> None:

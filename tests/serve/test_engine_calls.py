@@ -341,6 +341,9 @@ def test_what_the_model_is(engine, directory):
 
 
 def test_a_profile_is_written(engine, tmp_path):
+    for bad in ("", None, 3):
+        with pytest.raises(ValueError, match="a profile needs the name of a directory"):
+            engine.start_profile(bad)
     engine.start_profile(tmp_path)
     with pytest.raises(RuntimeError):
         engine.start_profile(tmp_path)
