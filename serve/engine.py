@@ -110,7 +110,7 @@ class Engine:
         self.core = EngineCore(scheduler, runner)
         self.loop = EngineLoop(self.core)
         # The thread holds the loop and the core, not the engine: dropping that ends the thread.
-        self._close = weakref.finalize(self, _close, self.loop, self.core)
+        self._close = weakref.finalize(self, self.loop.close)
         try:
             self.loop.call(runner.warm_up)
         except BaseException:
@@ -425,11 +425,6 @@ class Engine:
         if request.output_text is not None:
             result["text"] = request.output_text.shown
         return result
-
-
-def _close(loop: EngineLoop, core: EngineCore) -> None:
-    loop.close()
-    core.close()
 
 
 def _refuse_event_loop() -> None:

@@ -50,7 +50,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._calls: dict[Request, Call] = {}
         self._rids: set[str] = set()
-        self._lock = threading.Lock()
+        # Reentrant, since a garbage collection may run `close` wherever it is held.
+        self._lock = threading.RLock()
         self._is_open = True
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
@@ -119,11 +120,11 @@ class EngineLoop:
         self._inbox.put(lambda: self._abort([r for r in self._active() if wanted(r)], "aborted"))
 
     def close(self) -> None:
-        """End every request and the thread; may be called twice."""
+        """End every request and the thread, which lets go of the core; may be called twice."""
         with self._lock:
             self._is_open = False
         self._inbox.put(lambda: False)
-        # A garbage collection may run this in any thread.
+        # So may the thread itself, by that way.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -137,6 +138,7 @@ class EngineLoop:
             cause = error
             _log.exception("the step thread dies")
         self._end(cause)
+        self._core.close()
 
     def _take_messages(self) -> bool:
         """Act on what callers sent, waiting if nothing runs; False to stop."""

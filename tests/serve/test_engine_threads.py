@@ -407,3 +407,19 @@ def test_an_engine_that_is_dropped_ends_its_thread(directory):
     gc.collect()
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_an_engine_that_goes_while_its_thread_holds_the_lock(directory):
+    """A garbage collection may close the loop from the step thread itself."""
+    engine = start(directory)
+    loop, close = engine.loop, engine._close
+
+    def close_within():
+        with loop.between_steps():
+            close()
+
+    loop.call(close_within)
+    loop._thread.join(20)
+    assert not loop._thread.is_alive()
+    with pytest.raises(EngineDeadError, match="the engine is shut down"):
+        engine.generate("a")
