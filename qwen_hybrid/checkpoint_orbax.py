@@ -281,6 +281,8 @@ class OrbaxReader:
     ) -> dict[str, Any]:
         try:
             tree = self._read(self.directory / part, paths, targets)
+        except MemoryError:
+            raise
         # Orbax and TensorStore raise bare exceptions for damaged files.
         except Exception as error:
             if len(paths) > 1:
