@@ -27,6 +27,7 @@ from serve import runner as runner_module
 from serve.scheduler import Scheduler
 from tests.mutants.mutant import Mutant, Patch
 from tests.mutants.sampling_mutants import SAMPLING_MUTANTS
+from tests.mutants.serve_mutants import SERVE_MUTANTS
 from tests.mutants.swap import Shim, swap
 
 OPS = "tests/pallas_kernels"
@@ -549,5 +550,6 @@ MUTANTS = (
         (DIGEST,),
     ),
     *SAMPLING_MUTANTS,
+    *SERVE_MUTANTS,
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
