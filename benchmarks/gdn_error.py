@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_delta_net import GdnLog, StateDtype, log_step
-from pallas_kernels.rows import TILE_ROWS, plan_rows
+from pallas_kernels.bits import storage_dtype
+from pallas_kernels.gated_delta_net import GdnLog, LogInputs, StateDtype, log_step
+from pallas_kernels.rows import map_row_tiles, plan_rows
 from qwen_hybrid.step import COMPILER_OPTIONS
 from tests.oracles.gdn_error import (
     HEAD_DIM,
@@ -35,7 +36,7 @@ from tests.oracles.gdn_error import (
 BLOCK_SIZE = 64
 # Rows of one call; one program serves every call.
 CHUNK = 1024
-LOG_ROWS = BLOCK_SIZE + TILE_ROWS
+LOG_ROWS = 2 * BLOCK_SIZE
 
 # (sealed state, log)
 FORMS = (
@@ -50,12 +51,12 @@ RESULTS = Path(__file__).parent / "results" / "gdn_error.csv"
 def _empty_log(state_dtype: StateDtype, log_dtype: str) -> GdnLog:
     """A log of one slot; state slot 0 is empty, 1 and 2 take turns."""
     planes = (3, state_dtype.planes)
-    rows = (1, LOG_ROWS, NUM_HEADS)
+    stored, heads = storage_dtype(log_dtype), (1, NUM_HEADS)
     return GdnLog(
-        key=jnp.zeros((*rows, HEAD_DIM), log_dtype),
-        key_scale=jnp.zeros(rows, jnp.float32),
-        value=jnp.zeros((*rows, HEAD_DIM), log_dtype),
-        gate=jnp.zeros(rows, jnp.float32),
+        key=jnp.zeros((*heads, HEAD_DIM, LOG_ROWS), stored),
+        key_scale=jnp.zeros((*heads, LOG_ROWS), jnp.float32),
+        value=jnp.zeros((*heads, LOG_ROWS, HEAD_DIM), stored),
+        gate=jnp.zeros((*heads, LOG_ROWS), jnp.float32),
         sealed=jnp.zeros((*planes, NUM_HEADS, HEAD_DIM, HEAD_DIM), state_dtype.dtype),
         state_dtype=state_dtype,
     )
@@ -77,7 +78,8 @@ def _chunk(inputs: dict[str, Array], log: GdnLog, start: Array, seal: Array):
         num_state_slots=log.sealed.shape[0],
         block_size=BLOCK_SIZE,
     )
-    return *log_step(**inputs, log=log, rows=rows), seals.boundary[0]
+    made = map_row_tiles(lambda one: LogInputs.of(**one), rows, inputs)
+    return *log_step(made, log, rows), seals.boundary[0]
 
 
 def tiled_output(

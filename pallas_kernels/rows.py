@@ -1,12 +1,17 @@
 """How the rows of one call are laid out: packed densely, and in tiles at absolute positions.
 
 A call computes `count[b]` new rows for each slot `b`, at positions `start[b] ...`. Row-wise work
-sees them packed one after another; work along a sequence sees *segments*: 16-row tiles at
-`position mod 16`, so that a row sits at the same place of its tile whatever the call around it.
-Both loops have a fixed body and a trip count known only on the device. XLA therefore compiles one
-body for one row and for thousands, which is what makes the bits agree on the CPU.
+sees them packed one after another; work along a sequence sees *segments*: tiles at absolute
+positions, so that a row sits at the same place of its tile whatever the call around it. A step of
+that loop computes one segment in each lane, always of different slots. Both loops have a fixed body
+and a trip count known only on the device: one body serves a program's every call.
+
+Programs for few rows use smaller tiles than programs for many (`Shape`). On the CPU that changes no
+bit: XLA's small products (`x W`, `W` stored by rows of the contracted axis) add in the same order
+for 2 to 32 rows, which `tests/pallas_kernels/test_row_invariance.py` checks on every machine.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +20,39 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels.bits import from_bits, storage_dtype, to_bits
 from pallas_kernels.index import cut, div, paste, rem, take
 from pallas_kernels.struct import static, struct
 
 TILE_ROWS = 16
+# Rows before and after packed rows, so that a segment's window never leaves the array.
+MARGIN = TILE_ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How much one trip of each loop computes.
+
+    Attributes:
+      rows: packed rows of a row-wise tile.
+      segment: rows of a segment; it divides 16.
+      lanes: segments of a step. They share the cost of many small kernels; an empty one wastes its
+        arithmetic.
+    """
+
+    rows: int
+    segment: int
+    lanes: int
+
+
+DECODE = Shape(rows=8, segment=4, lanes=4)
+PREFILL = Shape(rows=TILE_ROWS, segment=TILE_ROWS, lanes=1)
+DECODE_ROWS = 64
+
+
+def shape_of(num_rows: int) -> Shape:
+    """The shape of a program for at most that many packed rows."""
+    return DECODE if num_rows <= DECODE_ROWS else PREFILL
 
 
 @struct
@@ -32,16 +66,18 @@ class Rows:
       start: position of the first new row of each slot.
       row_start: packed index of the first new row of each slot.
       count: new rows of each slot.
-      segment_slot, segment_tile: slot and absolute tile (position // 16) of each segment; the
-        segments of a slot are consecutive and ascending.
-      segment_first: the segment is its slot's first in this call.
-      segment_fold: the tile opens past the running state: the block before it is folded in.
-      segment_store: where that fold is kept: a state slot, or one past the pool to keep nothing.
-      num_segments: live segments.
+      lane_slot, lane_tile: slot and absolute tile (position // rows of a segment) of the segment in
+        each lane of each step. A slot keeps its lane; its segments come in consecutive steps.
+      lane_live: whether the lane has a segment in that step.
+      lane_first: the segment is its slot's first in this call.
+      lane_fold: the tile opens past the running state: the block before it is folded in.
+      lane_store: where that fold is kept: a state slot, or one past the pool to keep nothing.
+      num_steps: live steps.
       block_table: physical block of each logical block of each slot.
       sealed_slot: state slot that each slot starts from.
       sealed_len: the boundary that state stands at.
       block_size: tokens in a block.
+      shape: of the program's loops.
     """
 
     slot: Int[Array, " R"]
@@ -50,16 +86,18 @@ class Rows:
     start: Int[Array, " B"]
     row_start: Int[Array, " B"]
     count: Int[Array, " B"]
-    segment_slot: Int[Array, " G"]
-    segment_tile: Int[Array, " G"]
-    segment_first: Bool[Array, " G"]
-    segment_fold: Bool[Array, " G"]
-    segment_store: Int[Array, " G"]
-    num_segments: Int[Array, ""]
+    lane_slot: Int[Array, "G lanes"]
+    lane_tile: Int[Array, "G lanes"]
+    lane_live: Bool[Array, "G lanes"]
+    lane_first: Bool[Array, "G lanes"]
+    lane_fold: Bool[Array, "G lanes"]
+    lane_store: Int[Array, "G lanes"]
+    num_steps: Int[Array, ""]
     block_table: Int[Array, "B P"]
     sealed_slot: Int[Array, " B"]
     sealed_len: Int[Array, " B"]
     block_size: int = static()
+    shape: Shape = static(PREFILL)
 
     @property
     def live(self) -> Bool[Array, " R"]:
@@ -67,80 +105,112 @@ class Rows:
         return jnp.arange(self.slot.shape[0]) < self.num_rows
 
 
-def num_segments_bound(num_rows: int, num_slots: int) -> int:
+def num_segments_bound(num_rows: int, num_slots: int, segment: int) -> int:
     """Segments that `num_rows` rows over `num_slots` slots can need at most."""
-    return min(num_rows + num_slots, num_rows // TILE_ROWS + 2 * num_slots)
+    return min(num_rows + num_slots, num_rows // segment + 2 * num_slots)
 
 
-def tiles_of(num_rows: Int[Array, ""]) -> Int[Array, ""]:
-    """Tiles that hold `num_rows` packed rows."""
-    return div(num_rows + (TILE_ROWS - 1), TILE_ROWS)
+def map_tiles(fn: Callable, num_rows: Int[Array, ""], *trees: Any, margin: int = 0) -> Any:
+    """Apply a row-wise function to the first `num_rows` rows, one tile at a time.
 
+    `fn(*tiles)` gets the trees cut to `[tile, ...]` and returns a tree of such arrays. Rows beyond
+    `num_rows` hold arbitrary values: a row's result must not depend on its neighbours.
 
-def map_tiles(fn: Callable, num_rows: Int[Array, ""], *trees: Any) -> Any:
-    """Apply a row-wise function to the first `num_rows` rows, one 16-row tile at a time.
-
-    `fn(*tiles)` gets the trees cut to `[16, ...]` and returns a tree of `[16, ...]` arrays. Rows
-    beyond `num_rows` hold arbitrary values: a row's result must not depend on its neighbours.
+    Args:
+      margin: rows to leave free before and after the results.
 
     Returns:
-      The tree of `[R, ...]` results; tiles without live rows are zeros.
+      The tree of `[margin + R + margin, ...]` results; tiles without live rows are zeros.
     """
     size = jax.tree.leaves(trees)[0].shape[0]
+    tile = shape_of(size).rows
 
     def spec(a: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((TILE_ROWS, *a.shape[1:]), a.dtype)
+        return jax.ShapeDtypeStruct((tile, *a.shape[1:]), a.dtype)
+
+    def empty(s: jax.ShapeDtypeStruct) -> Array:
+        return jnp.zeros((size + 2 * margin, *s.shape[1:]), storage_dtype(s.dtype))
 
     out_spec = jax.eval_shape(fn, *jax.tree.map(spec, trees))
-    out = jax.tree.map(lambda s: jnp.zeros((size, *s.shape[1:]), s.dtype), out_spec)
 
     def body(i: Array, out: Any) -> Any:
-        start = (i * TILE_ROWS,)
-        tiles = jax.tree.map(lambda a: cut(a, start, (TILE_ROWS,)), trees)
-        return jax.tree.map(lambda o, y: paste(o, y, start), out, fn(*tiles))
+        start = i * tile
+        tiles = jax.tree.map(lambda a: cut(a, (start,), (tile,)), trees)
+        put = lambda o, y: paste(o, to_bits(y, o.dtype), (start + margin,))  # noqa: E731
+        return jax.tree.map(put, out, fn(*tiles))
 
-    return lax.fori_loop(0, tiles_of(num_rows), body, out)
+    trips = div(num_rows + (tile - 1), tile)
+    out = lax.fori_loop(0, trips, body, jax.tree.map(empty, out_spec))
+    return jax.tree.map(from_bits, out)
 
 
-def map_row_tiles(fn: Callable, rows: Rows, *trees: Any) -> Any:
+def map_row_tiles(fn: Callable, rows: Rows, *trees: Any, margin: int = 0) -> Any:
     """`map_tiles` over the packed rows of a call."""
-    return map_tiles(fn, rows.num_rows, *trees)
+    return map_tiles(fn, rows.num_rows, *trees, margin=margin)
+
+
+def with_margin(x: Array) -> Array:
+    """Packed rows `[R, ...]` with `MARGIN` rows of zeros before and after."""
+    return jnp.pad(x, ((MARGIN, MARGIN), *((0, 0),) * (x.ndim - 1)))
 
 
 @struct
 class Segment:
-    """One 16-row tile of one sequence.
+    """One tile of one sequence.
 
     Attributes:
-      slot, tile: which sequence, and position // 16.
+      slot, start: which sequence, and the tile's first position.
       position: positions of the tile's rows.
-      row: packed index of each, clipped into range.
+      window: packed index of the tile's first row, counted with the margin.
       live: rows of this call.
       known: rows of this call or committed before it.
     """
 
     slot: Int[Array, ""]
-    tile: Int[Array, ""]
-    position: Int[Array, " 16"]
-    row: Int[Array, " 16"]
-    live: Bool[Array, " 16"]
-    known: Bool[Array, " 16"]
+    start: Int[Array, ""]
+    position: Int[Array, " T"]
+    window: Int[Array, ""]
+    live: Bool[Array, " T"]
+    known: Bool[Array, " T"]
 
 
-def segment_at(rows: Rows, index: Int[Array, ""]) -> Segment:
-    """The `index`-th segment of the call."""
-    slot, tile = take(rows.segment_slot, index), take(rows.segment_tile, index)
+def segments_at(rows: Rows, step: Int[Array, ""]) -> list[Segment]:
+    """The segments of a step, one for each lane; an empty lane has no live rows."""
+    return [_segment(rows, step, lane) for lane in range(rows.shape.lanes)]
+
+
+def _segment(rows: Rows, step: Array, lane: int) -> Segment:
+    size = rows.shape.segment
+    slot, first = take(rows.lane_slot, step, lane), take(rows.lane_tile, step, lane) * size
     start, count = take(rows.start, slot), take(rows.count, slot)
-    position = tile * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
-    live = (position >= start) & (position < start + count)
-    row = jnp.clip(take(rows.row_start, slot) + position - start, 0, rows.slot.shape[0] - 1)
-    return Segment(slot, tile, position, row, live, position < start + count)
+    position = first + jnp.arange(size, dtype=jnp.int32)
+    known = position < start + count
+    live = known & (position >= start) & take(rows.lane_live, step, lane)
+    window = take(rows.row_start, slot) + first - start + MARGIN
+    window = jnp.clip(window, 0, rows.slot.shape[0] + MARGIN)
+    return Segment(slot, first, position, window, live, known)
+
+
+def by_lane(fn: Callable[[Segment], Any], segments: list[Segment]) -> Any:
+    """What a function gives for each lane, stacked along a first axis."""
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *map(fn, segments))
+
+
+def segment_rows(x: Array, segment: Segment) -> Array:
+    """The tile's rows of packed rows with margins; those that are not live are arbitrary."""
+    return cut(x, (segment.window,), (segment.live.shape[0],))
 
 
 def put_rows(out: Array, segment: Segment, values: Array) -> Array:
-    """Write the live rows of a segment to their packed places."""
-    row = jnp.where(segment.live, segment.row, out.shape[0])
-    return out.at[row].set(values, mode="drop", unique_indices=False)
+    """Write the live rows of a segment to their places in packed rows with margins."""
+    old = segment_rows(out, segment)
+    live = segment.live.reshape(-1, *(1,) * (old.ndim - 1))
+    return paste(out, jnp.where(live, values, old), (segment.window,))
+
+
+def without_margin(x: Array) -> Array:
+    """Packed rows without the rows before and after."""
+    return x[MARGIN:-MARGIN]
 
 
 def previous_rows(x: Array, ring: Array, rows: Rows, row: Int[Array, " M"], offset: int) -> Array:
@@ -155,7 +225,7 @@ def previous_rows(x: Array, ring: Array, rows: Rows, row: Int[Array, " M"], offs
     """
     slot, position = take(rows.slot, row), take(rows.position, row) - offset
     here = position >= take(rows.start, slot)
-    old = take(ring, slot, rem(jnp.maximum(position, 0), ring.shape[1]))
+    old = from_bits(take(ring, slot, rem(jnp.maximum(position, 0), ring.shape[1])))
     new = take(x, jnp.maximum(row - offset, 0))
     tail = (slice(None),) + (None,) * (x.ndim - 1)
     value = jnp.where(here[tail], new, old)
@@ -168,15 +238,22 @@ def write_ring(ring: Array, x: Array, rows: Rows) -> Array:
     end = take(rows.start + rows.count, rows.slot)
     keep = rows.live & (rows.position >= end - size)
     slot = jnp.where(keep, rows.slot, ring.shape[0])
-    return ring.at[slot, rem(rows.position, size)].set(x.astype(ring.dtype), mode="drop")
+    return ring.at[slot, rem(rows.position, size)].set(to_bits(x, ring.dtype), mode="drop")
 
 
-def write_pages(pages: Array, x: Array, rows: Rows) -> Array:
-    """Store rows `[R, ...]` in pages `[P, block_size, ...]` through the block table."""
+def write_pages(pages: Array, x: Array, rows: Rows, *, row_axis: int) -> Array:
+    """Store rows `[R, K, H]` in pages through the block table.
+
+    Args:
+      pages: `[P, K, block_size, H]` with `row_axis` 2, or `[P, K, H, block_size]` with 3.
+    """
     block = take(rows.block_table, rows.slot, div(rows.position, rows.block_size))
-    block = jnp.where(rows.live, block, pages.shape[0])
-    place = rem(rows.position, rows.block_size)
-    return pages.at[block, place].set(x.astype(pages.dtype), mode="drop")
+    block = jnp.where(rows.live, block, pages.shape[0])[:, None, None]
+    place = rem(rows.position, rows.block_size)[:, None, None]
+    head = jnp.arange(x.shape[1])[None, :, None]
+    entry = jnp.arange(x.shape[2])[None, None, :]
+    where = (block, head, place, entry) if row_axis == 2 else (block, head, entry, place)
+    return pages.at[where].set(to_bits(x, pages.dtype), mode="drop")
 
 
 @struct
@@ -190,6 +267,67 @@ class Seals:
 
     stored: Bool[Array, " B"]
     boundary: Int[Array, " B"]
+
+
+@struct
+class _Lanes:
+    """Which segment each lane computes in each step.
+
+    Attributes:
+      slot, tile, live: as in `Rows`.
+      nth: how many segments of the slot come before.
+      num_steps: steps with a live lane.
+      tiles, last_tile: segments of each slot, and its last tile.
+    """
+
+    slot: Int[Array, "G lanes"]
+    tile: Int[Array, "G lanes"]
+    live: Bool[Array, "G lanes"]
+    nth: Int[Array, "G lanes"]
+    num_steps: Int[Array, ""]
+    tiles: Int[Array, " B"]
+    last_tile: Int[Array, " B"]
+
+
+def _plan_lanes(
+    *,
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    seal_only: Bool[Array, " B"],
+    max_rows: int,
+    shape: Shape,
+) -> _Lanes:
+    """Give the slots that have segments lanes in turn; those of one group step together."""
+    num_slots, width = start.shape[0], shape.lanes
+    first_tile = start // shape.segment
+    last_tile = jnp.where(count > 0, (start + count - 1) // shape.segment, first_tile)
+    tiles = jnp.where((count > 0) | seal_only, last_tile - first_tile + 1, 0)
+    has_segments = tiles > 0
+    rank = jnp.cumsum(has_segments) - 1
+    num_groups = -(-num_slots // width)
+    place = jnp.where(has_segments, rank, num_groups * width)
+    # A lane without a slot repeats slot 0 and is never live.
+    slot_of = jnp.zeros(num_groups * width, jnp.int32)
+    slot_of = slot_of.at[place].set(jnp.arange(num_slots, dtype=jnp.int32), mode="drop")
+    tiles_of_lane = jnp.zeros(num_groups * width, jnp.int32).at[place].set(tiles, mode="drop")
+    slot_of, tiles_of_lane = slot_of.reshape(-1, width), tiles_of_lane.reshape(-1, width)
+    steps = jnp.max(tiles_of_lane, axis=1)
+    ends = jnp.cumsum(steps)
+    bound = num_segments_bound(max_rows, num_slots, shape.segment)
+    step = jnp.arange(bound, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(ends, step, side="right"), num_groups - 1)
+    nth = jnp.broadcast_to((step - (ends - steps)[group])[:, None], (bound, width))
+    slot, length = slot_of[group], tiles_of_lane[group]
+    tile = first_tile[slot] + jnp.clip(nth, 0, jnp.maximum(length - 1, 0))
+    return _Lanes(
+        slot=slot,
+        tile=tile.astype(jnp.int32),
+        live=nth < length,
+        nth=nth,
+        num_steps=ends[-1],
+        tiles=tiles,
+        last_tile=last_tile,
+    )
 
 
 def plan_rows(
@@ -227,25 +365,24 @@ def plan_rows(
     row_start = ends - count
     position = start[slot] + packed - row_start[slot]
 
-    first_tile = start // TILE_ROWS
-    last_tile = jnp.where(count > 0, (start + count - 1) // TILE_ROWS, first_tile)
-    tiles = jnp.where((count > 0) | seal_only, last_tile - first_tile + 1, 0)
-    tile_ends = jnp.cumsum(tiles)
-    segment = jnp.arange(num_segments_bound(max_rows, num_slots), dtype=jnp.int32)
-    seg_slot = jnp.minimum(jnp.searchsorted(tile_ends, segment, side="right"), num_slots - 1)
-    seg_slot = seg_slot.astype(jnp.int32)
-    nth = segment - (tile_ends - tiles)[seg_slot]
-    tile = first_tile[seg_slot] + nth
-    block_start = tile * TILE_ROWS // block_size * block_size
-    opens = jnp.where(
-        nth == 0, block_start > sealed_len[seg_slot], tile * TILE_ROWS % block_size == 0
+    shape = shape_of(max_rows)
+    size = shape.segment
+    lanes = _plan_lanes(
+        start=start, count=count, seal_only=seal_only, max_rows=max_rows, shape=shape
     )
     boundary = jnp.minimum(
         (start + certain) // block_size * block_size,
-        last_tile * TILE_ROWS // block_size * block_size,
+        lanes.last_tile * size // block_size * block_size,
     )
-    stored = (tiles > 0) & (boundary > sealed_len) & (next_slot >= 0)
-    keep = opens & stored[seg_slot] & (block_start == boundary[seg_slot])
+    stored = (lanes.tiles > 0) & (boundary > sealed_len) & (next_slot >= 0)
+    block_start = lanes.tile * size // block_size * block_size
+    opens = jnp.where(
+        lanes.nth == 0,
+        block_start > sealed_len[lanes.slot],
+        lanes.tile * size % block_size == 0,
+    )
+    opens = opens & lanes.live
+    keep = opens & stored[lanes.slot] & (block_start == boundary[lanes.slot])
     rows = Rows(
         slot=slot,
         position=position.astype(jnp.int32),
@@ -253,15 +390,17 @@ def plan_rows(
         start=start,
         row_start=row_start,
         count=count,
-        segment_slot=seg_slot,
-        segment_tile=tile,
-        segment_first=nth == 0,
-        segment_fold=opens,
-        segment_store=jnp.where(keep, next_slot[seg_slot], num_state_slots),
-        num_segments=tile_ends[-1],
+        lane_slot=lanes.slot,
+        lane_tile=lanes.tile,
+        lane_live=lanes.live,
+        lane_first=lanes.nth == 0,
+        lane_fold=opens,
+        lane_store=jnp.where(keep, next_slot[lanes.slot], num_state_slots),
+        num_steps=lanes.num_steps,
         block_table=block_table,
         sealed_slot=sealed_slot,
         sealed_len=sealed_len,
         block_size=block_size,
+        shape=shape,
     )
     return rows, Seals(stored=stored, boundary=boundary)

@@ -48,8 +48,8 @@ def project(
 def write_kv(state: AttentionState, projection: AttentionProjection, rows: Rows) -> AttentionState:
     """Store the keys and values of the new rows."""
     return AttentionState(
-        write_pages(state.key_pages, projection.key, rows),
-        write_pages(state.value_pages, projection.value, rows),
+        write_pages(state.key_pages, projection.key, rows, row_axis=3),
+        write_pages(state.value_pages, projection.value, rows, row_axis=2),
     )
 
 

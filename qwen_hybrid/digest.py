@@ -8,6 +8,7 @@ and pending index keys. Never slot numbers, padding, or rows at or beyond d.
 import hashlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -33,7 +34,11 @@ def extract(state: ModelState, slot: Int[Array, ""]) -> ModelState:
         name = jax.tree_util.keystr(path)
         if ".sealed" in name and "sequences" not in name:
             return array[sealed]
-        if "_pages" in name or ".pooled" in name:
+        if "_pages" in name:
+            row_axis = 3 if ".key_pages" in name else 2
+            by_row = jnp.moveaxis(array[table], row_axis, 1)
+            return by_row.reshape(-1, *by_row.shape[2:])
+        if ".pooled" in name:
             return array[table].reshape(-1, *array.shape[2:])
         return array[slot]
 
@@ -47,13 +52,13 @@ def _tail(ring: np.ndarray, depth: int, window: int) -> np.ndarray:
 
 def _gdn(state: GdnState, depth: int, config: HybridConfig, sc: StateConfig) -> Canonical:
     boundary = depth // sc.block_size * sc.block_size
-    rows = np.arange(boundary, depth) % state.log.key.shape[0]
+    rows = np.arange(boundary, depth) % state.log.gate.shape[1]
     return {
         "recurrent_state": np.asarray(state.log.sealed),
-        "log_key": np.asarray(state.log.key)[rows],
-        "log_key_scale": np.asarray(state.log.key_scale)[rows],
-        "log_value": np.asarray(state.log.value)[rows],
-        "log_gate": np.asarray(state.log.gate)[rows],
+        "log_key": np.asarray(state.log.key)[..., rows],
+        "log_key_scale": np.asarray(state.log.key_scale)[:, rows],
+        "log_value": np.asarray(state.log.value)[:, rows],
+        "log_gate": np.asarray(state.log.gate)[:, rows],
         "conv_state": _tail(np.asarray(state.conv), depth, config.gdn.conv_width - 1),
     }
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.causal_conv import causal_conv, conv_rows
 from pallas_kernels.dense import linear
-from pallas_kernels.gated_delta_net import gated_delta_rule, log_step
+from pallas_kernels.gated_delta_net import LogInputs, gated_delta_rule, log_step
 from pallas_kernels.norm import gated_rms_norm
 from pallas_kernels.rows import Rows, map_row_tiles, write_ring
 from pallas_kernels.struct import struct
@@ -60,12 +60,13 @@ def mix_rows(
     dtype = projection.qkv.dtype
     index = jnp.arange(rows.slot.shape[0], dtype=jnp.int32)
 
-    def convolve(row: Array, projection_tile: GdnProjection):
+    def convolve(row: Array, projection_tile: GdnProjection) -> LogInputs:
         mixed = conv_rows(projection.qkv, state.conv, weights["conv1d"], rows, row)
-        return _split(mixed, dtype, config), _gates(weights, projection_tile)
+        q, k, v = _split(mixed, dtype, config)
+        gate, beta = _gates(weights, projection_tile)
+        return LogInputs.of(query=q, key=k, value=v, gate=gate, beta=beta)
 
-    (q, k, v), (gate, beta) = map_row_tiles(convolve, rows, index, projection)
-    out, log = log_step(q, k, v, gate, beta, state.log, rows)
+    out, log = log_step(map_row_tiles(convolve, rows, index, projection), state.log, rows)
     return out, GdnState(write_ring(state.conv, projection.qkv, rows), log)
 
 

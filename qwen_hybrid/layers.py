@@ -16,7 +16,10 @@ Weights = Mapping[str, Any]
 
 
 def declare(module: nn.Module, specs: ParamTree, dtype: str) -> dict[str, Any]:
-    """Create or fetch a module's parameters from their declarations."""
+    """Create or fetch a module's parameters from their declarations.
+
+    What is there is taken as it is: prepared matrices have their axes swapped.
+    """
 
     def init(spec: ParamSpec | ParamTree):
         def make(key: Array) -> Any:
@@ -28,7 +31,12 @@ def declare(module: nn.Module, specs: ParamTree, dtype: str) -> dict[str, Any]:
 
         return make
 
-    return {name: module.param(name, init(spec)) for name, spec in specs.items()}
+    def fetch(name: str, spec: ParamSpec | ParamTree) -> Any:
+        if module.has_variable("params", name):
+            return module.get_variable("params", name)
+        return module.param(name, init(spec))
+
+    return {name: fetch(name, spec) for name, spec in specs.items()}
 
 
 def gated_mlp(weights: Weights, x: Float[Array, "T D"]) -> Float[Array, "T D"]:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.causal_conv import causal_conv, conv_rows
 from pallas_kernels.dense import linear
@@ -82,10 +82,10 @@ def add_rows(
     weights: Weights,
     streams: Float[Array, "R ND"],
     at: Int[Array, "R heads"],
-    ring: Float[Array, "B N ND"],
+    ring: Shaped[Array, "B N ND"],
     rows: Rows,
     config: HybridConfig,
-) -> tuple[Float[Array, "R ND"], Float[Array, "B N ND"]]:
+) -> tuple[Float[Array, "R ND"], Shaped[Array, "B N ND"]]:
     """Add the embedding of each new row to its streams."""
     assert config.ple is not None
     dilation = config.ple.ngram_size

@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import attention_probabilities
+from pallas_kernels.bits import to_bits
 from pallas_kernels.dense import linear
 from pallas_kernels.index import div, rem, take
 from pallas_kernels.norm import rms_norm
@@ -95,7 +96,7 @@ def _write_pooled(pages: Array, pooled: Array, rows: Rows, ratio: int) -> Array:
     block = take(rows.block_table, rows.slot, div(rows.position, rows.block_size))
     block = jnp.where(completes, block, pages.shape[0])
     group = div(rem(rows.position, rows.block_size), ratio)
-    return pages.at[block, group].set(pooled.astype(pages.dtype), mode="drop")
+    return pages.at[block, group].set(to_bits(pooled, pages.dtype), mode="drop")
 
 
 def mix_rows(

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.bits import storage_dtype
 from pallas_kernels.gated_delta_net import GdnLog, StateDtype
 from pallas_kernels.rows import TILE_ROWS, Rows, Seals, plan_rows
 from pallas_kernels.struct import build, struct
@@ -60,8 +61,11 @@ class StateConfig:
 
     @property
     def log_rows(self) -> int:
-        """Rows of a log: a block, and two windows past its last row but one, in whole tiles."""
-        return -(-(self.block_size - 1 + 2 * self.max_window) // TILE_ROWS) * TILE_ROWS
+        """Rows of a log: the block that runs and the one before it, each in one piece.
+
+        A due seal may wait while the rows since the last one, and two windows, fit.
+        """
+        return 2 * self.block_size
 
     def ring_rows(self, window: int) -> int:
         """Rows of a ring whose reader looks `window` rows back."""
@@ -77,16 +81,16 @@ class GdnState:
       log: rows since the last seal, and the pool of sealed states.
     """
 
-    conv: Float[Array, "B N C"]
+    conv: Shaped[Array, "B N C"]
     log: GdnLog
 
 
 @struct
 class AttentionState:
-    """Attention layer: keys after norm and rotation, values, by block."""
+    """Attention layer: keys after norm and rotation, values, by block and head."""
 
-    key_pages: Float[Array, "P block K H"]
-    value_pages: Float[Array, "P block K H"]
+    key_pages: Shaped[Array, "P K H block"]
+    value_pages: Shaped[Array, "P K block H"]
 
 
 @struct
@@ -100,8 +104,8 @@ class QsaState:
     """
 
     attention: AttentionState
-    pooled: Float[Array, "P groups D"]
-    raw: Float[Array, "B N D"]
+    pooled: Shaped[Array, "P groups D"]
+    raw: Shaped[Array, "B N D"]
 
 
 @struct
@@ -109,7 +113,7 @@ class LayerState:
     """State of one decoder layer; `ple` is the ring of its n-gram convolution, or None."""
 
     mixer: GdnState | AttentionState | QsaState
-    ple: Float[Array, "B N ND"] | None
+    ple: Shaped[Array, "B N ND"] | None
 
 
 @struct
@@ -150,29 +154,33 @@ class ModelState:
 
 
 def _mixer_spec(config: HybridConfig, sc: StateConfig, kind: LayerKind) -> Any:
-    act = jnp.dtype(sc.dtype)
+    act = storage_dtype(sc.dtype)
 
     def array(*shape: int, dtype=act) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     if kind is LayerKind.GDN:
-        gdn, rows = config.gdn, (sc.num_slots, sc.log_rows)
+        gdn, slots, n = config.gdn, sc.num_slots, sc.log_rows
         state = (gdn.num_value_heads, gdn.key_dim, gdn.value_dim)
         planes = (sc.num_state_slots, sc.state_dtype.planes)
         log = build(
             GdnLog,
-            key=array(*rows, gdn.num_key_heads, gdn.key_dim),
-            key_scale=array(*rows, gdn.num_key_heads, dtype=jnp.float32),
-            value=array(*rows, gdn.num_value_heads, gdn.value_dim),
-            gate=array(*rows, gdn.num_value_heads, dtype=jnp.float32),
+            key=array(slots, gdn.num_key_heads, gdn.key_dim, n),
+            key_scale=array(slots, gdn.num_key_heads, n, dtype=jnp.float32),
+            value=array(slots, gdn.num_value_heads, n, gdn.value_dim),
+            gate=array(slots, gdn.num_value_heads, n, dtype=jnp.float32),
             sealed=array(*planes, *state, dtype=sc.state_dtype.dtype),
             state_dtype=sc.state_dtype,
         )
         window = sc.ring_rows(gdn.conv_width - 1)
         return build(GdnState, conv=array(sc.num_slots, window, gdn.conv_channels), log=log)
     attention = config.attention
-    page = array(sc.num_blocks, sc.block_size, attention.num_kv_heads, attention.head_dim)
-    kv = build(AttentionState, key_pages=page, value_pages=page)
+    blocks, heads, size = sc.num_blocks, attention.num_kv_heads, sc.block_size
+    kv = build(
+        AttentionState,
+        key_pages=array(blocks, heads, attention.head_dim, size),
+        value_pages=array(blocks, heads, size, attention.head_dim),
+    )
     if kind is LayerKind.ATTENTION:
         return kv
     qsa = config.qsa
@@ -205,7 +213,7 @@ def state_spec(config: HybridConfig, sc: StateConfig) -> ModelState:
             assert config.hyper_connection is not None
             width = config.hyper_connection.count * config.hidden_size
             shape = (sc.num_slots, sc.ring_rows(ple.conv_window), width)
-            ring = jax.ShapeDtypeStruct(shape, jnp.dtype(sc.dtype))
+            ring = jax.ShapeDtypeStruct(shape, storage_dtype(sc.dtype))
         layers.append(build(LayerState, mixer=_mixer_spec(config, sc, kind), ple=ring))
     if ple is not None:
         ids = jax.ShapeDtypeStruct((sc.num_slots, sc.ring_rows(ple.ngram_size - 1)), jnp.int32)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.rounding import product
 from pallas_kernels.struct import struct
 
 HIGHEST = lax.Precision.HIGHEST
@@ -19,34 +20,31 @@ class Partial:
       out: the same sum weighted by values.
     """
 
-    peak: Float[Array, "T K G"]
-    mass: Float[Array, "T K G"]
-    out: Float[Array, "T K G H"]
+    peak: Float[Array, "*T"]
+    mass: Float[Array, "*T"]
+    out: Float[Array, "*T H"]
 
 
-def empty_partial(shape: tuple[int, int, int, int]) -> Partial:
-    """No keys seen, for `[T, K, G, H]` outputs."""
+def empty_partial(shape: tuple[int, ...]) -> Partial:
+    """No keys seen, for `[*T, H]` outputs."""
     return Partial(
-        jnp.full(shape[:3], -jnp.inf, jnp.float32),
-        jnp.zeros(shape[:3], jnp.float32),
+        jnp.full(shape[:-1], -jnp.inf, jnp.float32),
+        jnp.zeros(shape[:-1], jnp.float32),
         jnp.zeros(shape, jnp.float32),
     )
 
 
-def span_partial(
-    scores: Float[Array, "T K G S"], mask: Bool[Array, "T S"], weigh_values
-) -> Partial:
+def span_partial(scores: Float[Array, "*T S"], mask: Bool[Array, "*M S"], weigh_values) -> Partial:
     """Softmax inside one span.
 
     Args:
       scores: already scaled.
-      mask: keys each row may see; the others are removed by select.
-      weigh_values: maps `[T, K, G, S]` weights to `[T, K, G, H]`.
+      mask: keys each row may see, with as many axes as the scores; others are removed by select.
+      weigh_values: maps `[*T, S]` weights to `[*T, H]`.
     """
-    seen = mask[:, None, None, :]
-    peak = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    peak = jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1)
     base = jnp.where(peak == -jnp.inf, 0.0, peak)
-    weight = jnp.where(seen, jnp.exp(jnp.where(seen, scores - base[..., None], 0.0)), 0.0)
+    weight = jnp.where(mask, jnp.exp(jnp.where(mask, scores - base[..., None], 0.0)), 0.0)
     return Partial(peak, jnp.sum(weight, axis=-1), weigh_values(weight))
 
 
@@ -56,15 +54,15 @@ def merge(left: Partial, right: Partial) -> Partial:
     base = jnp.where(peak == -jnp.inf, 0.0, peak)
     old = jnp.where(left.peak == -jnp.inf, 0.0, jnp.exp(left.peak - base))
     new = jnp.where(right.peak == -jnp.inf, 0.0, jnp.exp(right.peak - base))
-    mass = left.mass * old + right.mass * new
-    out = left.out * old[..., None] + right.out * new[..., None]
+    mass = product(left.mass, old) + product(right.mass, new)
+    out = product(left.out, old[..., None]) + product(right.out, new[..., None])
     empty = right.peak == -jnp.inf
     return Partial(
         peak, jnp.where(empty, left.mass, mass), jnp.where(empty[..., None], left.out, out)
     )
 
 
-def finish(partial: Partial) -> Float[Array, "T K G H"]:
+def finish(partial: Partial) -> Float[Array, "*T H"]:
     """Weighted mean of the values; rows without keys give 0."""
     mass = partial.mass[..., None]
     return jnp.where(mass > 0, partial.out / jnp.where(mass > 0, mass, 1.0), 0.0)

@@ -1,14 +1,14 @@
 """Causal convolution of packed rows, the taps before the call taken from a ring."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.rows import Rows, previous_rows
 
 
 def conv_rows(
     x: Float[Array, "R C"],
-    ring: Float[Array, "B N C"],
+    ring: Shaped[Array, "B N C"],
     weight: Float[Array, "C K"],
     rows: Rows,
     row: Int[Array, " M"],

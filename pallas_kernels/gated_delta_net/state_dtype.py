@@ -5,6 +5,8 @@ import enum
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.bits import from_bits, storage_dtype, to_bits
+
 
 class StateDtype(enum.Enum):
     """Storage of sealed states.
@@ -19,8 +21,8 @@ class StateDtype(enum.Enum):
 
     @property
     def dtype(self):
-        """Array type of the pool."""
-        return jnp.float32 if self is StateDtype.FLOAT32 else jnp.bfloat16
+        """Array type of the pool: float32, or uint16 that holds the bits of bfloat16."""
+        return storage_dtype(jnp.float32 if self is StateDtype.FLOAT32 else jnp.bfloat16)
 
     @property
     def planes(self) -> int:
@@ -29,13 +31,13 @@ class StateDtype(enum.Enum):
 
     def encode(self, state: Float[Array, "*S"]) -> Array:
         """Stored planes `[planes, *S]` of a float32 state."""
-        high = state.astype(self.dtype)
+        high = to_bits(state, self.dtype)
         if self is not StateDtype.BFLOAT16_PAIR:
             return high[None]
-        low = (state - high.astype(jnp.float32)).astype(self.dtype)
+        low = to_bits(state - from_bits(high).astype(jnp.float32), self.dtype)
         return jnp.stack((high, low))
 
     def decode(self, planes: Array) -> Array:
         """Float32 state of stored planes."""
-        wide = planes.astype(jnp.float32)
+        wide = from_bits(planes).astype(jnp.float32)
         return wide[0] if self.planes == 1 else wide[0] + wide[1]

@@ -1,34 +1,55 @@
-"""The log form in its canonical order, one 16-row tile at a time.
+"""The log form in its canonical order, one 16-row tile of each lane at a time.
 
     u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{j<t} exp(G_t - G_j) (k_j.k_t) u_j)
     o_t = scale (exp(G_t) S^T q_t + sum_{j<=t} exp(G_t - G_j) (k_j.q_t) u_j)
     seal: S' = exp(G_last) S + sum_j exp(G_last - G_j) k_j u_j^T
 
 with k and q normalised, j over the rows of the block, G the running sum of log-gates since its
-boundary. Rows of earlier tiles enter by a product of fixed width, rows of the same tile one after
-another. Rows that do not exist are removed by select, never by a zero factor.
+boundary. Rows of the block enter by products of fixed width, but of the same group of 4 they enter
+a pseudo-value one after another, each rounded when it is made. Rows that do not exist are removed
+by select, never by a zero factor.
+
+Heads come first inside, so that every product is one over a batch of heads, and queries ride behind
+keys in the products that both need.
 """
 
+import dataclasses
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.bits import from_bits, to_bits
 from pallas_kernels.gated_delta_net.state_dtype import StateDtype
 from pallas_kernels.index import cut, div, paste, rem, take
-from pallas_kernels.masked import sum_seen
 from pallas_kernels.norm import inverse_length
-from pallas_kernels.rows import TILE_ROWS, Rows, Segment, put_rows, segment_at
+from pallas_kernels.rounding import product
+from pallas_kernels.rows import (
+    TILE_ROWS,
+    Rows,
+    Segment,
+    by_lane,
+    put_rows,
+    segment_rows,
+    segments_at,
+    with_margin,
+    without_margin,
+)
 from pallas_kernels.struct import static, struct
 
 HIGHEST = lax.Precision.HIGHEST
+# Rows whose pseudo-values are made one after another; a segment holds whole groups.
+GROUP_ROWS = 4
 
 
 @struct
 class GdnLog:
-    """Running state of one Gated DeltaNet layer.
+    """Running state of one Gated DeltaNet layer; bfloat16 entries are kept as their bits.
 
     Attributes:
-      key: raw keys, position p at p mod N.
+      key: raw keys, position p in column p mod N.
       key_scale: float32 factor that makes each key a unit vector.
       value: pseudo-values u, rounded once to the log's type; every reader uses the rounded ones.
       gate: running sum of log-gates since the block's boundary, row included.
@@ -36,263 +57,430 @@ class GdnLog:
       state_dtype: how `sealed` encodes a state.
     """
 
-    key: Float[Array, "B N Hk dk"]
-    key_scale: Float[Array, "B N Hk"]
-    value: Float[Array, "B N Hv dv"]
-    gate: Float[Array, "B N Hv"]
-    sealed: Float[Array, "slots planes Hv dk dv"]
+    key: Array
+    key_scale: Float[Array, "B Hk N"]
+    value: Array
+    gate: Float[Array, "B Hv N"]
+    sealed: Array
     state_dtype: StateDtype = static(StateDtype.FLOAT32)
 
 
-def _einsum(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, precision=HIGHEST, preferred_element_type=jnp.float32)
+@struct
+class LogInputs:
+    """New rows of a Gated DeltaNet layer.
+
+    Attributes:
+      query, key: raw, not normalised.
+      query_scale, key_scale: float32 factors that make each a unit vector.
+      value: as convolved.
+      gate: log of the decay, float32, at most 0.
+      beta: step size, float32, as it is to be used.
+    """
+
+    query: Float[Array, "R Hk dk"]
+    key: Float[Array, "R Hk dk"]
+    query_scale: Float[Array, "R Hk"]
+    key_scale: Float[Array, "R Hk"]
+    value: Float[Array, "R Hv dv"]
+    gate: Float[Array, "R Hv"]
+    beta: Float[Array, "R Hv"]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        query: Float[Array, "R Hk dk"],
+        key: Float[Array, "R Hk dk"],
+        value: Float[Array, "R Hv dv"],
+        gate: Float[Array, "R Hv"],
+        beta: Float[Array, "R Hv"],
+    ) -> "LogInputs":
+        """The rows with the unit factors of their queries and keys; row-wise, for `map_tiles`."""
+        return cls(query, key, inverse_length(query), inverse_length(key), value, gate, beta)
 
 
 @struct
 class _Pages:
-    """Rows of one block's log, float32."""
+    """Rows of the log in each lane, float32, or of one lane without the first axis."""
 
-    key: Float[Array, "J Hk dk"]
-    key_scale: Float[Array, "J Hk"]
-    value: Float[Array, "J Hv dv"]
-    gate: Float[Array, "J Hv"]
+    key: Float[Array, "*lanes Hk dk J"]
+    key_scale: Float[Array, "*lanes Hk J"]
+    value: Float[Array, "*lanes Hv J dv"]
+    gate: Float[Array, "*lanes Hv J"]
 
 
-def _pages(log: GdnLog, slot: Array, first_tile: Array, num_tiles: int) -> _Pages:
-    """Log rows of `num_tiles` tiles of a slot, oldest first."""
-    ring_tiles = log.key.shape[1] // TILE_ROWS
+# Axis of the rows in each array of the log, the slot axis counted.
+_ROW_AXIS = {"key": 3, "key_scale": 2, "value": 2, "gate": 2}
 
-    def read(array: Array) -> Array:
-        cuts = []
-        for i in range(num_tiles):
-            at = rem(first_tile + i, ring_tiles) * TILE_ROWS
-            cuts.append(cut(array, (slot, at), (1, TILE_ROWS))[0].astype(jnp.float32))
-        return jnp.concatenate(cuts)
 
-    return _Pages(read(log.key), read(log.key_scale), read(log.value), read(log.gate))
+def _product(spec: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(spec, a, b, precision=HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _by_value_head(x: Array, heads: int, *, axis: int) -> Array:
+    """What each value head reads of an axis of key heads.
+
+    Written out, so that every product is one over a plain batch: XLA orders others as it likes.
+    """
+    return jnp.repeat(x, heads // x.shape[axis], axis=axis)
+
+
+def _rows_cut(array: Array, axis: int, slot: Array, position: Array, count: int) -> Array:
+    """`count` rows of one slot from a position; they must not pass the end of the ring."""
+    sizes = list(array.shape)
+    sizes[0], sizes[axis] = 1, count
+    at = rem(position, array.shape[axis])
+    return cut(array, (slot, *(0,) * (axis - 1), at), tuple(sizes[: axis + 1]))[0]
+
+
+def _pages(log: GdnLog, slot: Array, start: Array, count: int) -> _Pages:
+    """`count` log rows of a slot, which lie in one piece of the ring."""
+
+    def read(name: str) -> Array:
+        rows = _rows_cut(getattr(log, name), _ROW_AXIS[name], slot, start, count)
+        return from_bits(rows).astype(jnp.float32)
+
+    return _Pages(*(read(name) for name in _ROW_AXIS))
+
+
+def _write_tile(log: GdnLog, name: str, segments: list[Segment], tiles: Array) -> Array:
+    """An array of the log with the live rows of each lane's tile."""
+    axis, array = _ROW_AXIS[name], getattr(log, name)
+    count = segments[0].live.shape[0]
+    old = by_lane(lambda seg: _rows_cut(array, axis, seg.slot, seg.start, count), segments)
+    live = jnp.stack([seg.live for seg in segments])
+    shape = [1] * old.ndim
+    shape[0], shape[axis] = live.shape
+    new = jnp.where(live.reshape(shape), to_bits(tiles, array.dtype), old)
+    # Empty lanes come last and may repeat the slot of another: theirs are the writes to lose.
+    for lane, seg in reversed(list(enumerate(segments))):
+        at = rem(seg.start, array.shape[axis])
+        array = paste(array, new[lane][None], (seg.slot, *(0,) * (axis - 1), at))
+    return array
 
 
 def _seal(state: Float[Array, "Hv dk dv"], pages: _Pages) -> Float[Array, "Hv dk dv"]:
     """Fold a whole block into the state, tiles in ascending order."""
-    heads, dk, dv = state.shape
-    group = heads // pages.key.shape[1]
-    last = pages.gate[-1]
-    weight = jnp.exp(last[None, :] - pages.gate)
-    state = (jnp.exp(last)[:, None, None] * state).reshape(-1, group, dk, dv)
-    key = pages.key * pages.key_scale[:, :, None]
-    value = (pages.value * weight[:, :, None]).reshape(-1, state.shape[0], group, dv)
-    for at in range(0, key.shape[0], TILE_ROWS):
+    heads = state.shape[0]
+    last = pages.gate[:, -1:]
+    key = _by_value_head(pages.key * pages.key_scale[:, None, :], heads, axis=0)
+    value = pages.value * jnp.exp(last - pages.gate)[:, :, None]
+    state = product(jnp.exp(last)[:, :, None], state)
+    for at in range(0, key.shape[2], TILE_ROWS):
         tile = slice(at, at + TILE_ROWS)
-        state = state + _einsum("jhk,jhrv->hrkv", key[tile], value[tile])
-    return state.reshape(heads, dk, dv)
+        state = state + _product("hkj,hjv->hkv", key[:, :, tile], value[:, tile])
+    return state
 
 
-def _running_gates(
-    gate: Float[Array, "16 Hv"],
-    log: Float[Array, "16 Hv"],
-    before: Float[Array, " Hv"],
-    seg: Segment,
-) -> Float[Array, "16 Hv"]:
-    """G of the tile's rows by sequential addition; rows committed before keep theirs."""
-    total, rows = before, []
-    for i in range(TILE_ROWS):
-        total = jnp.where(seg.live[i], total + gate[i], log[i])
-        rows.append(total)
-    return jnp.stack(rows)
+def _running_states(
+    log: GdnLog, carried: Float[Array, "lanes Hv dk dv"], rows: Rows, step: Array, segs: list
+) -> Float[Array, "lanes Hv dk dv"]:
+    """State at the boundary below each lane's tile: the slot's or the one carried, the block before
+    it folded in where that is due; as it would be read back from the pool."""
+    encoding, size = log.state_dtype, rows.block_size
+    loaded = by_lane(
+        lambda seg: encoding.decode(take(log.sealed, take(rows.sealed_slot, seg.slot))), segs
+    )
+    first = take(rows.lane_first, step)
+    fold = take(rows.lane_fold, step)
+    state = jnp.where(first[:, None, None, None], loaded, carried)
+
+    def folded(state: Array) -> Array:
+        out = []
+        for lane, seg in enumerate(segs):
+            before = _pages(log, seg.slot, jnp.maximum(div(seg.start, size) - 1, 0) * size, size)
+            out.append(encoding.decode(encoding.encode(_seal(state[lane], before))))
+        return jnp.where(fold[:, None, None, None], jnp.stack(out), state)
+
+    return lax.cond(jnp.any(fold), folded, lambda state: state, state)
 
 
-def _pair_weights(
-    gate: Float[Array, "16 Hv"], other: Float[Array, "J Hv"], mask: Bool[Array, "16 J"]
-) -> Float[Array, "16 Hv J"]:
-    """exp(G_t - G_j) where the mask allows the pair, else 0."""
-    allowed = mask[:, None, :]
-    gap = gate[:, :, None] - other.T[None, :, :]
-    return jnp.where(allowed, jnp.exp(jnp.where(allowed, gap, 0.0)), 0.0)
+def _store(log: GdnLog, state: Array, rows: Rows, step: Array) -> Array:
+    """The pool with the states that are kept."""
+    where = take(rows.lane_store, step)
 
+    def store(sealed: Array) -> Array:
+        for lane in range(state.shape[0]):
+            encoded = log.state_dtype.encode(state[lane])
+            sealed = sealed.at[where[lane]].set(encoded, mode="drop")
+        return sealed
 
-def _by_value_head(x: Float[Array, "T Hk J"], group: int) -> Float[Array, "T Hv J"]:
-    return jnp.repeat(x, group, axis=1)
-
-
-def _scores(x: Array, scale: Array, keys: Array, key_scale: Array, group: int) -> Array:
-    """(x_t . k_j) with both unit factors applied to the product, per value head."""
-    raw = _einsum("thk,jhk->thj", x, keys) * scale[:, :, None] * key_scale.T[None, :, :]
-    return _by_value_head(raw, group)
-
-
-def _apply_state(state: Array, x: Array, scale: Array, gate: Array) -> Float[Array, "16 Hv dv"]:
-    """exp(G_t) S^T x_t, x normalised by `scale`."""
-    heads, dk, dv = state.shape
-    grouped = state.reshape(x.shape[1], -1, dk, dv)
-    out = _einsum("thk,hrkv->thrv", x, grouped).reshape(x.shape[0], heads, dv)
-    factor = jnp.repeat(scale, heads // x.shape[1], axis=1) * jnp.exp(gate)
-    return out * factor[:, :, None]
-
-
-def _solve(
-    rhs: Float[Array, "16 Hv dv"],
-    pairs: Float[Array, "16 Hv 16"],
-    beta: Float[Array, "16 Hv"],
-    logged: Float[Array, "16 Hv dv"],
-    seg: Segment,
-    dtype,
-) -> Float[Array, "16 Hv dv"]:
-    """Pseudo-values of the tile, row after row, each rounded when it is made."""
-    place = jnp.arange(TILE_ROWS)
-    known = jnp.where((seg.known & ~seg.live)[:, None, None], logged, 0.0)
-
-    def row(i: Array, u: Array) -> Array:
-        before = (place < i)[:, None, None]
-        terms = jnp.where(before, take(pairs, i).T[:, :, None] * u, 0.0)
-        new = take(beta, i)[:, None] * (take(rhs, i) - jnp.sum(terms, axis=0))
-        return paste(u, new.astype(dtype).astype(jnp.float32)[None], (i,))
-
-    first = jnp.argmax(seg.live).astype(jnp.int32)
-    count = jnp.sum(seg.live, dtype=jnp.int32)
-    return lax.fori_loop(first, first + count, row, known)
+    return lax.cond(jnp.any(where < log.sealed.shape[0]), store, lambda sealed: sealed, log.sealed)
 
 
 @struct
 class _Tile:
-    """The rows of one tile: this call's where live, the log's where committed before."""
+    """The rows of each lane's tile.
 
-    query: Float[Array, "16 Hk dk"]
-    key: Float[Array, "16 Hk dk"]
-    key_scale: Float[Array, "16 Hk"]
-    gate: Float[Array, "16 Hv"]
-    logged: Float[Array, "16 Hv dv"]
+    Attributes:
+      both: keys, then queries.
+      scale: factor that makes each of them a unit vector.
+      gate: running sum of log-gates, also of rows committed before.
+      live: rows of this call.
+      known: rows of this call or before it.
+      place: first row of the tile in its block.
+    """
 
+    both: Float[Array, "lanes Hk T2 dk"]
+    scale: Float[Array, "lanes Hk T2"]
+    gate: Float[Array, "lanes Hv T"]
+    live: Bool[Array, "lanes T"]
+    known: Bool[Array, "lanes T"]
+    place: Int[Array, " lanes"]
 
-def _tile_values(
-    tile: _Tile, pages: _Pages, state: Array, value: Array, beta: Array, seg: Segment, dtype
-) -> tuple[Float[Array, "16 Hv dv"], Float[Array, "16 Hv dv"]]:
-    """(u, o) of the tile's rows."""
-    group = value.shape[1] // tile.key.shape[1]
-    width = pages.key.shape[0]
-    place = jnp.arange(TILE_ROWS)
-    earlier = jnp.broadcast_to(
-        (jnp.arange(width) < rem(seg.tile, width // TILE_ROWS) * TILE_ROWS)[None, :],
-        (TILE_ROWS, width),
-    )
-    inside = (place[None, :] < place[:, None]) & seg.known[None, :]
-    to_self = (place[None, :] <= place[:, None]) & seg.known[None, :]
-    page_value = jnp.where(earlier[0][:, None, None], pages.value, 0.0)
-
-    def from_earlier(x: Array, scale: Array) -> Array:
-        weight = _pair_weights(tile.gate, pages.gate, earlier)
-        score = _scores(x, scale, pages.key, pages.key_scale, group)
-        return _einsum(
-            "thj,jhv->thv", jnp.where(earlier[:, None, :], score * weight, 0.0), page_value
-        )
-
-    def in_tile(x: Array, scale: Array, mask: Array) -> Array:
-        score = _scores(x, scale, tile.key, tile.key_scale, group)
-        return jnp.where(mask[:, None, :], score * _pair_weights(tile.gate, tile.gate, mask), 0.0)
-
-    rhs = (
-        value
-        - _apply_state(state, tile.key, tile.key_scale, tile.gate)
-        - from_earlier(tile.key, tile.key_scale)
-    )
-    u = _solve(rhs, in_tile(tile.key, tile.key_scale, inside), beta, tile.logged, seg, dtype)
-    query_scale = inverse_length(tile.query)
-    own = in_tile(tile.query, query_scale, to_self)
-    out = (
-        _apply_state(state, tile.query, query_scale, tile.gate)
-        + from_earlier(tile.query, query_scale)
-        + sum_seen(lambda u: _einsum("thj,jhv->thv", own, u), u, to_self)
-    )
-    return u, out * (tile.key.shape[-1] ** -0.5)
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return self.live.shape[1]
 
 
-def _write_tile(log: GdnLog, tile: _Pages, sealed: Array, seg: Segment) -> GdnLog:
-    """The log with the live rows of a tile, and the pool as it now is."""
-    at = rem(seg.tile, log.key.shape[1] // TILE_ROWS) * TILE_ROWS
+def _running_gates(
+    gate: Float[Array, "lanes T Hv"], log: Float[Array, "lanes Hv T1"], live: Bool[Array, "lanes T"]
+) -> Float[Array, "lanes Hv T"]:
+    """G of the tile's rows by sequential addition; rows committed before keep theirs.
 
-    def put(array: Array, values: Array) -> Array:
-        old = cut(array, (seg.slot, at), (1, TILE_ROWS))[0]
-        live = seg.live[(slice(None),) + (None,) * (old.ndim - 1)]
-        new = jnp.where(live, values.astype(array.dtype), old)
-        return paste(array, new[None], (seg.slot, at))
-
-    return GdnLog(
-        key=put(log.key, tile.key),
-        key_scale=put(log.key_scale, tile.key_scale),
-        value=put(log.value, tile.value),
-        gate=put(log.gate, tile.gate),
-        sealed=sealed,
-        state_dtype=log.state_dtype,
-    )
-
-
-def _running_state(log: GdnLog, carried: Array, rows: Rows, index: Array, seg: Segment) -> Array:
-    """State at the boundary below the tile: the slot's or the one carried, the block before it
-    folded in where that is due; as it would be read back from the pool."""
-    loaded = log.state_dtype.decode(take(log.sealed, take(rows.sealed_slot, seg.slot)))
-    state = jnp.where(take(rows.segment_first, index), loaded, carried)
-    tiles = rows.block_size // TILE_ROWS
-
-    def fold(state: Array) -> Array:
-        previous = _pages(log, seg.slot, (div(seg.tile, tiles) - 1) * tiles, tiles)
-        return log.state_dtype.decode(log.state_dtype.encode(_seal(state, previous)))
-
-    return lax.cond(take(rows.segment_fold, index), fold, lambda state: state, state)
-
-
-def log_step(
-    query: Float[Array, "R Hk dk"],
-    key: Float[Array, "R Hk dk"],
-    value: Float[Array, "R Hv dv"],
-    gate: Float[Array, "R Hv"],
-    beta: Float[Array, "R Hv"],
-    log: GdnLog,
-    rows: Rows,
-) -> tuple[Float[Array, "R Hv dv"], GdnLog]:
-    """Compute the rows of a call: prefill, decode and verify alike.
+    The sum starts from the row before the first live one. Adding zeros before and after changes
+    nothing, so that the order is that of adding row after row.
 
     Args:
-      query, key: raw, not normalised.
-      gate: log of the decay, float32, at most 0.
-      beta: step size, float32, as it is to be used.
+      log: G of the row before the tile, then of its rows.
+    """
+    place = jnp.arange(log.shape[2])
+    first = jnp.argmax(live, axis=1)
+    base = jnp.where((place[None, :] == first[:, None])[:, None, :], log, 0.0)
+    new = jnp.where(live[:, :, None], gate, 0.0).swapaxes(1, 2)
+    total = jnp.broadcast_to(base[:, :, :1], new.shape)
+    for i in range(new.shape[2]):
+        term = base[:, :, i + 1] + new[:, :, i]
+        total = total + jnp.where((place[1:] > i)[None, None, :], term[:, :, None], 0.0)
+    return jnp.where(live[:, None, :], total, log[:, :, 1:])
+
+
+def _weighted_scores(tile: _Tile, pages: _Pages) -> Float[Array, "lanes Hv T2 J"]:
+    """exp(G_t - G_j) (x_t . k_j) for keys, then queries; pairs that do not exist are 0.
+
+    A key meets rows before its own, a query its own as well.
+    """
+    lanes, heads, width = pages.gate.shape
+    raw = _product("lhtk,lhkj->lhtj", tile.both, pages.key)
+    raw = raw * tile.scale[:, :, :, None] * pages.key_scale[:, :, None, :]
+    raw = raw.reshape(lanes, raw.shape[1], 1, 2, tile.size, width)
+    is_query = jnp.arange(2)[None, :, None, None]
+    row = tile.place[:, None, None, None] + jnp.arange(tile.size)[None, None, :, None]
+    allowed = (jnp.arange(width)[None, None, None, :] < row + is_query)[:, None, None]
+    by_group = (lanes, raw.shape[1], -1)
+    gap = tile.gate.reshape(*by_group, 1, tile.size, 1) - pages.gate.reshape(*by_group, 1, 1, width)
+    weight = jnp.exp(jnp.where(allowed, gap, 0.0))
+    return jnp.where(allowed, raw * weight, 0.0).reshape(lanes, heads, 2 * tile.size, width)
+
+
+def _apply_state(state: Float[Array, "lanes Hv dk dv"], tile: _Tile) -> Array:
+    """exp(G_t) S^T x_t for keys, then queries, normalised."""
+    lanes, heads = state.shape[:2]
+    groups = tile.both.shape[1]
+    out = _product("lhtk,lhkv->lhtv", _by_value_head(tile.both, heads, axis=1), state)
+    gate = jnp.exp(tile.gate).reshape(lanes, groups, -1, 1, tile.size)
+    factor = tile.scale.reshape(lanes, groups, 1, 2, tile.size) * gate
+    return product(out, factor.reshape(lanes, heads, -1, 1))
+
+
+def _cut_lanes(x: Array, axis: int, place: Int[Array, " lanes"], count: int) -> Array:
+    """`count` entries of an axis from each lane's own place."""
+    parts = []
+    for lane in range(x.shape[0]):
+        start, sizes = [0] * (x.ndim - 1), list(x.shape[1:])
+        start[axis - 1], sizes[axis - 1] = place[lane], count
+        parts.append(cut(x[lane], tuple(start), tuple(sizes)))
+    return jnp.stack(parts)
+
+
+def _solve_group(
+    rhs: Float[Array, "lanes Hv 4 dv"],
+    pairs: Float[Array, "lanes Hv 4 4"],
+    beta: Float[Array, "lanes Hv 4"],
+    logged: Float[Array, "lanes Hv 4 dv"],
+    live: Bool[Array, "lanes 4"],
+    dtype: Any,
+) -> Float[Array, "lanes Hv 4 dv"]:
+    """Pseudo-values of one group, row after row, each rounded when it is made."""
+    u: list[Array] = []
+    for i in range(GROUP_ROWS):
+        total = rhs[:, :, i]
+        for j in range(i):
+            total = total - product(pairs[:, :, i, j, None], u[j])
+        new = from_bits(to_bits(beta[:, :, i, None] * total, dtype)).astype(jnp.float32)
+        u.append(jnp.where(live[:, i, None, None], new, logged[:, :, i]))
+    return jnp.stack(u, axis=2)
+
+
+def _solve(
+    rhs: Float[Array, "lanes Hv T dv"],
+    scores: Float[Array, "lanes Hv T J"],
+    beta: Float[Array, "lanes Hv T"],
+    value: Float[Array, "lanes Hv J dv"],
+    tile: _Tile,
+    dtype: Any,
+) -> Float[Array, "lanes Hv T dv"]:
+    """Pseudo-values of the tile, group after group: earlier rows of the block by a product.
+
+    Args:
+      rhs: beta is still to be applied, the rows of the block to be taken off.
+      value: pseudo-values of the block's rows before this call.
+    """
+    column = jnp.arange(value.shape[2])[None, :]
+    groups: list[Array] = []
+    for at in range(0, tile.size, GROUP_ROWS):
+        own = slice(at, at + GROUP_ROWS)
+        place = tile.place + at
+        before = (column < place[:, None])[:, None, :, None]
+        known = _with_groups(value, groups, tile.place)
+        earlier = _product(
+            "lhtj,lhjv->lhtv",
+            jnp.where(before[:, :, None, :, 0], scores[:, :, own], 0.0),
+            jnp.where(before, known, 0.0),
+        )
+        pairs = _cut_lanes(scores[:, :, own], 3, place, GROUP_ROWS)
+        was = (tile.known & ~tile.live)[:, None, own, None]
+        logged = jnp.where(was, _cut_lanes(value, 2, place, GROUP_ROWS), 0.0)
+        groups.append(
+            _solve_group(
+                rhs[:, :, own] - earlier,
+                pairs,
+                beta[:, :, own],
+                logged,
+                tile.live[:, own],
+                dtype,
+            )
+        )
+    return jnp.concatenate(groups, axis=2)
+
+
+def _with_groups(
+    value: Float[Array, "lanes Hv J dv"], groups: list[Array], place: Int[Array, " lanes"]
+) -> Float[Array, "lanes Hv J dv"]:
+    """The block's pseudo-values with the groups that were made since, from `place` on."""
+    if not groups:
+        return value
+    made = jnp.concatenate(groups, axis=2)
+    lanes = [paste(value[lane], made[lane], (0, place[lane])) for lane in range(value.shape[0])]
+    return jnp.stack(lanes)
+
+
+def _outputs(
+    tile: _Tile, scores: Array, value: Float[Array, "lanes Hv J dv"], u: Array
+) -> Float[Array, "lanes Hv T dv"]:
+    """What the queries take of the block's rows, their own included.
+
+    Args:
+      value: pseudo-values of the block, those of the tile written.
+    """
+    size, width = tile.size, value.shape[2]
+    # A row that is not finite is seen only by those at or after it: zero times NaN is NaN.
+    bad = ~jnp.all(jnp.isfinite(u), axis=(1, 3)) & tile.known
+    column = jnp.arange(width)[None, :]
+    use = column < tile.place[:, None] + size
+    for row in range(size):
+        known = tile.known[:, row, None] & ~bad[:, row, None]
+        use = use & (known | (column != tile.place[:, None] + row))
+    use = lax.optimization_barrier(use)
+    clean = jnp.where(use[:, None, :, None], value, 0.0)
+    out = _product("lhtj,lhjv->lhtv", scores[:, :, size:], clean)
+    upto = jnp.arange(size)[None, :] <= jnp.arange(size)[:, None]
+    spoiled = jnp.any(upto[None] & bad[:, None, :], axis=2)
+    return jnp.where(spoiled[:, None, :, None], jnp.nan, out)
+
+
+def log_step(inputs: LogInputs, log: GdnLog, rows: Rows) -> tuple[Float[Array, "R Hv dv"], GdnLog]:
+    """Compute the rows of a call: prefill, decode and verify alike.
 
     Returns:
       Outputs in float32, and the log with the new rows and the stored seals.
     """
-    tiles = rows.block_size // TILE_ROWS
+    packed = LogInputs(*(with_margin(getattr(inputs, f)) for f in LogInputs.__dataclass_fields__))
+    size, block = rows.shape.segment, rows.block_size
 
-    def segment(index: Array, carry: tuple[GdnLog, Array, Array]):
+    def step(index: Array, carry: tuple[GdnLog, Array, Array]):
         log, carried, out = carry
-        seg = segment_at(rows, index)
-        state = _running_state(log, carried, rows, index, seg)
-        sealed = log.sealed.at[take(rows.segment_store, index)].set(
-            log.state_dtype.encode(state), mode="drop"
-        )
-        pages = _pages(log, seg.slot, div(seg.tile, tiles) * tiles, tiles)
-        old = _pages(log, seg.slot, seg.tile, 1)
-        live = seg.live[:, None, None]
-        new_key = jnp.where(live, take(key, seg.row).astype(jnp.float32), old.key)
-        scale = jnp.where(seg.live[:, None], inverse_length(new_key), old.key_scale)
-        place = rem(seg.tile, tiles) * TILE_ROWS
-        before = jnp.where(place > 0, take(pages.gate, jnp.maximum(place - 1, 0)), 0.0)
-        total = _running_gates(take(gate, seg.row), old.gate, before, seg)
-        tile = _Tile(take(query, seg.row).astype(jnp.float32), new_key, scale, total, old.value)
-        u, o = _tile_values(
+        segs = segments_at(rows, index)
+        # Reads of the log come after its writes, or the writes depend on them: XLA would otherwise
+        # copy the log in every step. The rows of a due fold are not among those written.
+        log, tile = _new_rows(packed, log, rows, segs)
+        state = _running_states(log, carried, rows, index, segs)
+        log = dataclasses.replace(log, sealed=_store(log, state, rows, index))
+        start = [div(seg.start, block) * block for seg in segs]
+        from_state = _apply_state(state, tile)
+        pages = _lane_pages(log, segs, start, block)
+        scores = _weighted_scores(tile, pages)
+        rhs = _read(packed.value, segs).astype(jnp.float32).swapaxes(1, 2)
+        beta = _read(packed.beta, segs).swapaxes(1, 2)
+        u = _solve(
+            rhs - from_state[:, :, :size],
+            scores[:, :, :size],
+            beta,
+            pages.value,
             tile,
-            pages,
-            state,
-            take(value, seg.row).astype(jnp.float32),
-            take(beta, seg.row),
-            seg,
             log.value.dtype,
         )
-        written = _Pages(new_key, scale, u, total)
-        return _write_tile(log, written, sealed, seg), state, put_rows(out, seg, o)
+        log = dataclasses.replace(log, value=_write_tile(log, "value", segs, u))
+        written = _lane_pages(log, segs, start, block).value
+        o = from_state[:, :, size:] + _outputs(tile, scores, written, u)
+        o = o * (tile.both.shape[-1] ** -0.5)
+        for lane, seg in enumerate(segs):
+            out = put_rows(out, seg, o[lane].swapaxes(0, 1))
+        return log, state, out
 
-    heads, dk, dv = value.shape[1], key.shape[2], value.shape[2]
+    heads, dk, dv = inputs.value.shape[1], inputs.key.shape[2], inputs.value.shape[2]
     carry = (
         log,
-        jnp.zeros((heads, dk, dv), jnp.float32),
-        jnp.zeros(value.shape, jnp.float32),
+        jnp.zeros((rows.shape.lanes, heads, dk, dv), jnp.float32),
+        jnp.zeros(packed.value.shape, jnp.float32),
     )
-    log, _, out = lax.fori_loop(0, rows.num_segments, segment, carry)
-    return out, log
+    log, _, out = lax.fori_loop(0, rows.num_steps, step, carry)
+    return without_margin(out), log
+
+
+def _lane_pages(log: GdnLog, segs: list[Segment], start: list[Array], count: int) -> _Pages:
+    lanes = [_pages(log, seg.slot, at, count) for seg, at in zip(segs, start, strict=True)]
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *lanes)
+
+
+def _read(x: Array, segs: list[Segment]) -> Array:
+    return by_lane(lambda seg: segment_rows(x, seg), segs)
+
+
+def _new_rows(
+    packed: LogInputs, log: GdnLog, rows: Rows, segs: list[Segment]
+) -> tuple[GdnLog, _Tile]:
+    """The log with the keys and gates of each lane's tile, and the tile."""
+    size = rows.shape.segment
+    both = jnp.concatenate((_read(packed.key, segs), _read(packed.query, segs)), axis=1)
+    both = both.astype(jnp.float32).swapaxes(1, 2)
+    scale = jnp.concatenate(
+        (_read(packed.key_scale, segs), _read(packed.query_scale, segs)), axis=1
+    )
+    scale = scale.swapaxes(1, 2)
+    live = jnp.stack([seg.live for seg in segs])
+    place = jnp.stack([rem(seg.start, rows.block_size) for seg in segs])
+    gate = _running_gates(_read(packed.gate, segs), _gates_around(log, segs, place), live)
+    written = {
+        "key": both[:, :, :size].swapaxes(2, 3),
+        "key_scale": scale[:, :, :size],
+        "gate": gate,
+    }
+    arrays = {name: _write_tile(log, name, segs, x) for name, x in written.items()}
+    known = jnp.stack([seg.known for seg in segs])
+    return dataclasses.replace(log, **arrays), _Tile(both, scale, gate, live, known, place)
+
+
+def _gates_around(
+    log: GdnLog, segs: list[Segment], place: Int[Array, " lanes"]
+) -> Float[Array, "lanes Hv T1"]:
+    """G of the row before each lane's tile, 0 at a boundary, then of the tile's rows."""
+    size, ring = segs[0].live.shape[0], log.gate.shape[2]
+
+    def last(seg: Segment) -> Array:
+        return _rows_cut(log.gate, 2, seg.slot, seg.start + ring - 1, 1)
+
+    before = jnp.where((place == 0)[:, None, None], 0.0, by_lane(last, segs))
+    own = by_lane(lambda seg: _rows_cut(log.gate, 2, seg.slot, seg.start, size), segs)
+    return jnp.concatenate((before, own), axis=2)

@@ -7,19 +7,24 @@ path, also when every group is kept.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention.online import HIGHEST, empty_partial, finish, merge, span_partial
 from pallas_kernels.attention.tiled import SPAN
+from pallas_kernels.bits import from_bits
 from pallas_kernels.index import div, paste, rem, take
 from pallas_kernels.rows import (
     TILE_ROWS,
     Rows,
     Segment,
+    by_lane,
     map_row_tiles,
     previous_rows,
     put_rows,
-    segment_at,
+    segment_rows,
+    segments_at,
+    with_margin,
+    without_margin,
 )
 from pallas_kernels.struct import struct
 
@@ -39,7 +44,7 @@ class Selection:
 
 def pool_raw_keys(
     raw: Float[Array, "R D"],
-    ring: Float[Array, "B N D"],
+    ring: Shaped[Array, "B N D"],
     rows: Rows,
     row: Int[Array, " M"],
     *,
@@ -56,27 +61,28 @@ def pool_raw_keys(
 
 
 def _group_scores(
-    query: Array, pages: Array, rows: Rows, seg: Segment, groups_per_block: int
-) -> Float[Array, "16 G"]:
-    """Scores of all groups of the slot's table; those not complete yet are arbitrary."""
-    head_dim = query.shape[-1]
-    table = take(rows.block_table, seg.slot)
-    out = jnp.zeros((TILE_ROWS, table.shape[0] * groups_per_block), jnp.float32)
+    query: Float[Array, "lanes T N D"], pages: Array, rows: Rows, segs: list[Segment], index: Array
+) -> Float[Array, "lanes T G"]:
+    """Scores of all groups of each lane's table; those not complete yet are arbitrary."""
+    head_dim, groups_per_block = query.shape[-1], pages.shape[1]
+    num_blocks = rows.block_table.shape[1]
+    out = jnp.zeros((*query.shape[:2], num_blocks * groups_per_block), jnp.float32)
+    by_head = query.swapaxes(1, 2)
 
     def block(i: Array, out: Array) -> Array:
-        key = take(pages, take(table, i)).astype(jnp.float32)
-        score = jnp.einsum("tnd,gd->tng", query, key, precision=HIGHEST)
+        stored = by_lane(lambda seg: take(pages, take(rows.block_table, seg.slot, i)), segs)
+        key = from_bits(stored).astype(jnp.float32)
+        score = jnp.einsum("lntd,lgd->lntg", by_head, key, precision=HIGHEST)
         total = jnp.sum(jnp.maximum(score, 0.0), axis=1) / head_dim**0.5
-        return paste(out, total, (0, i * groups_per_block))
+        return paste(out, total, (0, 0, i * groups_per_block))
 
-    end = jnp.minimum(
-        seg.tile * TILE_ROWS + TILE_ROWS, take(rows.start, seg.slot) + take(rows.count, seg.slot)
-    )
+    ends = [take(rows.start, seg.slot) + take(rows.count, seg.slot) for seg in segs]
+    end = jnp.max(jnp.where(take(rows.lane_live, index), jnp.stack(ends), 0))
     return lax.fori_loop(0, div(end + (rows.block_size - 1), rows.block_size), block, out)
 
 
 def _pack(
-    scores: Float[Array, "16 G"], position: Int[Array, " 16"], *, ratio: int, budget: int
+    scores: Float[Array, "M G"], position: Int[Array, " M"], *, ratio: int, budget: int
 ) -> Selection:
     """The packed token list of each row."""
     num_groups = scores.shape[1]
@@ -102,7 +108,7 @@ def _pack(
 
 def select_tokens(
     query: Float[Array, "R N D"],
-    pooled_pages: Float[Array, "P groups D"],
+    pooled_pages: Shaped[Array, "P groups D"],
     rows: Rows,
     *,
     ratio: int,
@@ -116,28 +122,35 @@ def select_tokens(
 
     Numerics: score = sum over heads of relu(q . k) / sqrt(D), float32.
     """
-    groups_per_block = pooled_pages.shape[1]
-    num_groups = rows.block_table.shape[1] * groups_per_block
+    num_groups = rows.block_table.shape[1] * pooled_pages.shape[1]
     width = min(budget // ratio, num_groups) * ratio + ratio - 1
+    packed = with_margin(query)
 
-    def segment(index: Array, out: Selection) -> Selection:
-        seg = segment_at(rows, index)
-        q = take(query, seg.row).astype(jnp.float32)
-        scores = _group_scores(q, pooled_pages, rows, seg, groups_per_block)
-        chosen = _pack(scores, seg.position, ratio=ratio, budget=budget)
-        return Selection(
-            put_rows(out.position, seg, chosen.position), put_rows(out.count, seg, chosen.count)
-        )
+    def step(index: Array, out: Selection) -> Selection:
+        segs = segments_at(rows, index)
+        q = by_lane(lambda seg: segment_rows(packed, seg), segs).astype(jnp.float32)
+        scores = _group_scores(q, pooled_pages, rows, segs, index)
+        position = jnp.concatenate([seg.position for seg in segs])
+        flat = scores.reshape(-1, num_groups)
+        chosen = _pack(flat, position, ratio=ratio, budget=budget)
+        for lane, seg in enumerate(segs):
+            tile = slice(lane * rows.shape.segment, (lane + 1) * rows.shape.segment)
+            out = Selection(
+                put_rows(out.position, seg, chosen.position[tile]),
+                put_rows(out.count, seg, chosen.count[tile]),
+            )
+        return out
 
-    size = query.shape[0]
+    size = packed.shape[0]
     start = Selection(jnp.zeros((size, width), jnp.int32), jnp.zeros(size, jnp.int32))
-    return lax.fori_loop(0, rows.num_segments, segment, start)
+    chosen = lax.fori_loop(0, rows.num_steps, step, start)
+    return Selection(without_margin(chosen.position), without_margin(chosen.count))
 
 
 def sparse_attention(
     query: Float[Array, "R N H"],
-    key_pages: Float[Array, "P block K H"],
-    value_pages: Float[Array, "P block K H"],
+    key_pages: Shaped[Array, "P K H block"],
+    value_pages: Shaped[Array, "P K block H"],
     selection: Selection,
     rows: Rows,
     *,
@@ -148,11 +161,14 @@ def sparse_attention(
     Numerics: float32; spans of the packed list merged in ascending order.
     """
     heads, head_dim = query.shape[1:]
-    kv_heads, block = key_pages.shape[2], rows.block_size
-    shape = (TILE_ROWS, kv_heads, heads // kv_heads, head_dim)
+    kv_heads, block = key_pages.shape[1], rows.block_size
+    size = rows.shape.rows
+    shape = (size, kv_heads, heads // kv_heads, head_dim)
     width = selection.position.shape[1]
     span = min(SPAN, -(-width // TILE_ROWS) * TILE_ROWS)
     padding = -width % span
+    head = jnp.arange(kv_heads)[None, :, None]
+    entry = jnp.arange(head_dim)[None, None, :, None]
 
     def tile(query: Array, position: Array, count: Array, slot: Array) -> Array:
         q = query.astype(jnp.float32).reshape(shape)
@@ -161,19 +177,21 @@ def sparse_attention(
         for at in range(0, width + padding, span):
             token = position[:, at : at + span]
             mask = at + jnp.arange(span)[None, :] < count[:, None]
-            page = take(rows.block_table, slot[:, None], div(token, block))
+            page = take(rows.block_table, slot[:, None], div(token, block))[:, None, :]
+            place = rem(token, block)[:, None, :]
 
-            def read(pages: Array, page: Array = page, token: Array = token, mask: Array = mask):
-                chosen = take(pages, page, rem(token, block)).astype(jnp.float32)
-                return jnp.where(mask[:, :, None, None], chosen, 0.0)
-
-            value = read(value_pages)
-            scores = jnp.einsum("tkgh,tskh->tkgs", q, read(key_pages), precision=HIGHEST) * scale
+            chosen = take(
+                key_pages, page[..., None, :], head[..., None], entry, place[..., None, :]
+            )
+            key = from_bits(chosen).astype(jnp.float32)
+            value = from_bits(take(value_pages, page, head, place)).astype(jnp.float32)
+            value = jnp.where(mask[:, None, :, None], value, 0.0)
+            scores = jnp.einsum("tkgh,tkhs->tkgs", q, key, precision=HIGHEST) * scale
 
             def weigh(w: Array, value: Array = value) -> Array:
-                return jnp.einsum("tkgs,tskh->tkgh", w, value, precision=HIGHEST)
+                return jnp.einsum("tkgs,tksh->tkgh", w, value, precision=HIGHEST)
 
-            partial = merge(partial, span_partial(scores, mask, weigh))
-        return finish(partial).reshape(TILE_ROWS, heads, head_dim)
+            partial = merge(partial, span_partial(scores, mask[:, None, None, :], weigh))
+        return finish(partial).reshape(size, heads, head_dim)
 
     return map_row_tiles(tile, rows, query, selection.position, selection.count, rows.slot)

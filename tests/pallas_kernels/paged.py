@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bits import from_bits
 from pallas_kernels.rows import Rows
 from qwen_hybrid.state import EMPTY_STATE_SLOT, Call, Sequences, StateConfig, apply_seals, plan
 from qwen_hybrid.step import COMPILER_OPTIONS
@@ -227,7 +228,7 @@ def ring_rows(ring: jax.Array, feeder: Feeder, slot: int, window: int) -> np.nda
     """The last `window` committed rows of a ring, oldest first."""
     end = int(feeder.committed[slot])
     position = np.arange(max(end - window, 0), end)
-    return np.asarray(ring)[slot, position % ring.shape[1]]
+    return np.asarray(from_bits(ring))[slot, position % ring.shape[1]]
 
 
 def page_rows(pages: jax.Array, feeder: Feeder, slot: int, per_block: int) -> np.ndarray:
@@ -235,7 +236,7 @@ def page_rows(pages: jax.Array, feeder: Feeder, slot: int, per_block: int) -> np
     block_size = feeder.config.block_size
     position = np.arange(int(feeder.committed[slot]) // (block_size // per_block))
     block = feeder.table[slot, position // per_block]
-    return np.asarray(pages)[block, position % per_block]
+    return np.asarray(from_bits(pages))[block, position % per_block]
 
 
 def same_bits(actual: Any, expected: Any) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense import dense, linear
+from pallas_kernels.dense import InputMajor, dense, linear
 from pallas_kernels.moe import expert_mix, route
 from pallas_kernels.ngram import ngram_rows
 from pallas_kernels.norm import gated_rms_norm, grouped_rms_norm, inverse_length, rms_norm
@@ -45,6 +45,10 @@ def _normal(seed: int, *shape: int) -> np.ndarray:
 
 def _weight(seed: int, *shape: int, dtype) -> jax.Array:
     return jnp.asarray(_normal(seed, *shape) / np.sqrt(shape[-1]), dtype)
+
+
+def _matrix(seed: int, *shape: int, dtype) -> InputMajor:
+    return InputMajor(_weight(seed, *shape, dtype=dtype).swapaxes(-1, -2))
 
 
 def _wide(dtype) -> np.ndarray:
@@ -83,19 +87,19 @@ def _rope(dtype) -> tuple[Callable, Rows]:
 
 
 def _products(dtype) -> tuple[Callable, Rows]:
-    long, short = _weight(5, 70, WIDTH, dtype=dtype), _weight(6, 1, WIDTH, dtype=dtype)
+    long, short = _matrix(5, 70, WIDTH, dtype=dtype), _matrix(6, 1, WIDTH, dtype=dtype)
     return lambda x: (dense(x, long), linear(x, long), dense(x, short)), (_wide(dtype),)
 
 
 def _large_product(dtype) -> tuple[Callable, Rows]:
-    weight = _weight(7, 640, 512, dtype=dtype)
+    weight = _matrix(7, 640, 512, dtype=dtype)
     return lambda x: (dense(x, weight),), (_normal(8, TILE_ROWS, 512).astype(dtype),)
 
 
 def _mlp(dtype) -> tuple[Callable, Rows]:
     """A norm, three products and what XLA may fuse between them."""
-    norm, gate = _weight(1, WIDTH, dtype=dtype), _weight(9, 40, WIDTH, dtype=dtype)
-    up, down = _weight(10, 40, WIDTH, dtype=dtype), _weight(11, WIDTH, 40, dtype=dtype)
+    norm, gate = _weight(1, WIDTH, dtype=dtype), _matrix(9, 40, WIDTH, dtype=dtype)
+    up, down = _matrix(10, 40, WIDTH, dtype=dtype), _matrix(11, WIDTH, 40, dtype=dtype)
 
     def fn(x):
         h = rms_norm(x, norm, EPS)
@@ -108,9 +112,9 @@ def _mlp(dtype) -> tuple[Callable, Rows]:
 
 
 def _experts(dtype) -> tuple[Callable, Rows]:
-    router = _weight(12, EXPERTS, WIDTH, dtype=dtype)
-    gate_up = _weight(13, EXPERTS, 20, WIDTH, dtype=dtype)
-    down = _weight(14, EXPERTS, WIDTH, 10, dtype=dtype)
+    router = _matrix(12, EXPERTS, WIDTH, dtype=dtype)
+    gate_up = _matrix(13, EXPERTS, 20, WIDTH, dtype=dtype)
+    down = _matrix(14, EXPERTS, WIDTH, 10, dtype=dtype)
 
     def fn(x, live):
         weight, expert = route(dense(x, router), top_k=3, renormalize=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import SPAN, masked_attention, paged_attention
+from pallas_kernels.bits import storage_dtype
 from pallas_kernels.rows import write_pages
 from qwen_hybrid.state import StateConfig
 from tests.oracles import attention as oracle
@@ -42,15 +43,22 @@ def _operator(heads: int, block_size: int, dtype: str) -> Operator:
         block_size=block_size,
         max_window=17,
     )
-    pages = (config.num_blocks, block_size, KV_HEADS, HEAD_DIM)
+    shapes = {"key": (KV_HEADS, HEAD_DIM, block_size), "value": (KV_HEADS, block_size, HEAD_DIM)}
+    row_axis = {"key": 3, "value": 2}
 
     def step(inputs, state, rows):
-        state = {name: write_pages(state[name], inputs[name], rows) for name in state}
+        state = {
+            name: write_pages(pages, inputs[name], rows, row_axis=row_axis[name])
+            for name, pages in state.items()
+        }
         out = paged_attention(inputs["query"], state["key"], state["value"], rows, scale=SCALE)
         return out, state
 
     def observe(state, feeder: Feeder, slot: int) -> dict[str, np.ndarray]:
-        return {name: page_rows(array, feeder, slot, block_size) for name, array in state.items()}
+        return {
+            name: page_rows(jnp.moveaxis(array, row_axis[name], 1), feeder, slot, block_size)
+            for name, array in state.items()
+        }
 
     def draw(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
         def normal(heads: int) -> np.ndarray:
@@ -59,7 +67,10 @@ def _operator(heads: int, block_size: int, dtype: str) -> Operator:
         return {"query": normal(heads), "key": normal(KV_HEADS), "value": normal(KV_HEADS)}
 
     def init() -> dict[str, jax.Array]:
-        return {name: unused(pages, jnp.dtype(dtype)) for name in ("key", "value")}
+        return {
+            name: unused((config.num_blocks, *shape), storage_dtype(dtype))
+            for name, shape in shapes.items()
+        }
 
     programs = (SMALL, LARGE) if heads == 4 else (LARGE,)
     return Operator(step, init, observe, draw, config, programs)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.bits import storage_dtype
 from pallas_kernels.causal_conv import causal_conv, conv_rows
 from pallas_kernels.rows import map_row_tiles, write_ring
 from qwen_hybrid.state import StateConfig
@@ -41,7 +42,7 @@ def _operator(taps: int, dilation: int, dtype: str) -> Operator:
 
     def init() -> dict[str, jax.Array]:
         weight = np.random.default_rng(taps).standard_normal((CHANNELS, taps))
-        ring = unused((config.num_slots, config.ring_rows(window), CHANNELS), jnp.dtype(dtype))
+        ring = unused((config.num_slots, config.ring_rows(window), CHANNELS), storage_dtype(dtype))
         return {"ring": ring, "weight": jnp.asarray(weight, dtype)}
 
     def step(x, state, rows):

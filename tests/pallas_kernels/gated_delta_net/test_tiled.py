@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta_net import GdnLog, StateDtype, gated_delta_rule, log_step
+from pallas_kernels.bits import from_bits, storage_dtype
+from pallas_kernels.gated_delta_net import (
+    GdnLog,
+    LogInputs,
+    StateDtype,
+    gated_delta_rule,
+    log_step,
+)
+from pallas_kernels.rows import Rows, map_row_tiles
 from qwen_hybrid.state import EMPTY_STATE_SLOT, StateConfig
 from tests.oracles import gated_delta_net as oracle
 from tests.pallas_kernels.paged import (
@@ -40,15 +48,16 @@ NAMES = [f"{state.value}-{log}" for state, log in DTYPES]
 
 def _log(config: StateConfig) -> GdnLog:
     dtype, kept = jnp.dtype(config.dtype), config.state_dtype
-    rows = (config.num_slots, config.log_rows)
+    slots, rows = config.num_slots, config.log_rows
+    stored = storage_dtype(dtype)
     state = (kept.planes, VALUE_HEADS, KEY_DIM, VALUE_DIM)
     sealed = np.array(unused((config.num_state_slots, *state), kept.dtype))
     sealed[EMPTY_STATE_SLOT] = 0
     return GdnLog(
-        key=unused((*rows, KEY_HEADS, KEY_DIM), dtype),
-        key_scale=unused((*rows, KEY_HEADS), jnp.float32),
-        value=unused((*rows, VALUE_HEADS, VALUE_DIM), dtype),
-        gate=unused((*rows, VALUE_HEADS), jnp.float32),
+        key=unused((slots, KEY_HEADS, KEY_DIM, rows), stored),
+        key_scale=unused((slots, KEY_HEADS, rows), jnp.float32),
+        value=unused((slots, VALUE_HEADS, rows, VALUE_DIM), stored),
+        gate=unused((slots, VALUE_HEADS, rows), jnp.float32),
         sealed=jnp.asarray(sealed),
         state_dtype=kept,
     )
@@ -56,12 +65,18 @@ def _log(config: StateConfig) -> GdnLog:
 
 def _observe(log: GdnLog, feeder: Feeder, slot: int) -> dict[str, np.ndarray]:
     position = np.arange(int(feeder.sealed_len[slot]), int(feeder.committed[slot]))
-    place = position % log.key.shape[1]
-    arrays = {
-        name: np.asarray(getattr(log, name)) for name in ("key", "key_scale", "value", "gate")
+    place = position % log.gate.shape[2]
+    axes = {"key": 3, "key_scale": 2, "value": 2, "gate": 2}
+    rows = {
+        name: np.moveaxis(np.asarray(from_bits(getattr(log, name))), axis, 1)[slot, place]
+        for name, axis in axes.items()
     }
-    rows = {name: array[slot, place] for name, array in arrays.items()}
-    return rows | {"sealed": np.asarray(log.sealed)[feeder.sealed_slot[slot]]}
+    return rows | {"sealed": np.asarray(from_bits(log.sealed))[feeder.sealed_slot[slot]]}
+
+
+def _step(inputs: dict[str, jax.Array], log: GdnLog, rows: Rows):
+    made = map_row_tiles(lambda one: LogInputs.of(**one), rows, inputs)
+    return log_step(made, log, rows)
 
 
 def _draw(rng: np.random.Generator, length: int, dtype: str) -> dict[str, np.ndarray]:
@@ -92,7 +107,7 @@ def _operator(state_dtype: StateDtype, dtype: str, block_size: int = BLOCK) -> O
         state_dtype=state_dtype,
     )
     return Operator(
-        step=lambda inputs, log, rows: log_step(**inputs, log=log, rows=rows),
+        step=_step,
         init=lambda: _log(config),
         observe=_observe,
         draw=functools.partial(_draw, dtype=dtype),
@@ -186,7 +201,7 @@ def test_seal_waits_while_the_log_has_room(operator, golden):
     inputs, expected, memory = golden
     feeder = Feeder(operator, seed=1)
     feeder.open(3)
-    outs, widths = [_feed(feeder, 3, inputs, 63)], [1, 1, 2, 17, 1, 9, 16]
+    outs, widths = [_feed(feeder, 3, inputs, 63)], [1, 1, 2, 17, 1, 9, 16, 17]
     for width in widths:
         stop = int(feeder.committed[3]) + width
         outs.append(_feed(feeder, 3, inputs, stop, certain=1, may_seal=False))
@@ -212,7 +227,7 @@ def test_seal_alone_stores_the_state_and_nothing_else(operator, golden):
     for name in ("key", "key_scale", "value", "gate"):
         same_bits(getattr(feeder.state, name), getattr(before, name))
     was_empty, is_empty = (
-        np.isnan(np.asarray(log.sealed, np.float32)).all(axis=(1, 2, 3, 4))
+        np.isnan(np.asarray(from_bits(log.sealed), np.float32)).all(axis=(1, 2, 3, 4))
         for log in (before, feeder.state)
     )
     np.testing.assert_array_equal(np.flatnonzero(was_empty & ~is_empty), [feeder.sealed_slot[2]])

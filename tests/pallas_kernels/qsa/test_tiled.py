@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.bits import storage_dtype, to_bits
 from pallas_kernels.qsa import pool_raw_keys, reference, select_tokens, sparse_attention
 from pallas_kernels.qsa.tiled import _pack
 from pallas_kernels.rows import map_row_tiles, write_pages, write_ring
@@ -41,7 +42,7 @@ def _write_pooled(pages: jax.Array, pooled: jax.Array, rows) -> jax.Array:
     block = rows.block_table[rows.slot, rows.position // BLOCK]
     block = jnp.where(ends, block, pages.shape[0])
     group = rows.position % BLOCK // RATIO
-    return pages.at[block, group].set(pooled.astype(pages.dtype), mode="drop")
+    return pages.at[block, group].set(to_bits(pooled, pages.dtype), mode="drop")
 
 
 def _step(inputs, state, rows, *, budget: int):
@@ -52,8 +53,8 @@ def _step(inputs, state, rows, *, budget: int):
 
     pooled = map_row_tiles(pool, rows, jnp.arange(raw.shape[0], dtype=jnp.int32))
     state = state | {
-        "key": write_pages(state["key"], inputs["key"], rows),
-        "value": write_pages(state["value"], inputs["value"], rows),
+        "key": write_pages(state["key"], inputs["key"], rows, row_axis=3),
+        "value": write_pages(state["value"], inputs["value"], rows, row_axis=2),
         "pooled": _write_pooled(state["pooled"], pooled, rows),
     }
     chosen = select_tokens(inputs["index_query"], state["pooled"], rows, ratio=RATIO, budget=budget)
@@ -81,7 +82,10 @@ def _draw(rng: np.random.Generator, length: int, dtype: str) -> dict[str, np.nda
 
 
 def _observe(state, feeder: Feeder, slot: int) -> dict[str, np.ndarray]:
-    memory = {name: page_rows(state[name], feeder, slot, BLOCK) for name in ("key", "value")}
+    memory = {
+        name: page_rows(jnp.moveaxis(state[name], axis, 1), feeder, slot, BLOCK)
+        for name, axis in (("key", 3), ("value", 2))
+    }
     memory["pooled"] = page_rows(state["pooled"], feeder, slot, BLOCK // RATIO)
     pending = int(feeder.committed[slot]) % RATIO
     return memory | {"raw": ring_rows(state["raw"], feeder, slot, pending)}
@@ -93,13 +97,13 @@ def _operator(budget: int, dtype: str) -> Operator:
     config = StateConfig(
         num_slots=4, num_blocks=17, num_state_slots=12, blocks_per_slot=4, max_window=17
     )
-    act = jnp.dtype(dtype)
+    act = storage_dtype(dtype)
 
     def init() -> dict[str, jax.Array]:
-        page = (config.num_blocks, BLOCK, KV_HEADS, HEAD_DIM)
+        blocks = (config.num_blocks, KV_HEADS)
         return {
-            "key": unused(page, act),
-            "value": unused(page, act),
+            "key": unused((*blocks, HEAD_DIM, BLOCK), act),
+            "value": unused((*blocks, BLOCK, HEAD_DIM), act),
             "pooled": unused((config.num_blocks, BLOCK // RATIO, INDEX_DIM), act),
             "raw": unused((config.num_slots, config.ring_rows(RATIO - 1), INDEX_DIM), act),
         }

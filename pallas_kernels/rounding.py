@@ -1,0 +1,15 @@
+"""Products that are rounded before they are added to anything."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+def product(a: Array, b: Array) -> Array:
+    """a * b, rounded.
+
+    A compiler may contract a product and a sum that meet in one kernel into a single operation
+    with one rounding; which of them meet differs between programs. A select between them keeps
+    them apart: the predicate is true of all numbers, and NaN stays NaN.
+    """
+    p = a * b
+    return jnp.where(p == p, p, jnp.nan)
