@@ -44,6 +44,7 @@ if __name__ == "__main__":
     model = qh.HybridModel(checkpoint.config, "float32")
     batch = qh.fixed_batch(batch_size=len(prompts), max_tokens=128)
     keys = jax.random.split(jax.random.key(0), 64)
-    tokens, logprobs, scores = research(model, batch, top_a, checkpoint.params, prompts, keys)
+    params = qh.prepare(checkpoint.params)
+    tokens, logprobs, scores = research(model, batch, top_a, params, prompts, keys)
     print(*tokenizer.decode_batch(tokens.tolist()), sep="\n---\n")
     print("scoring gives the same bits:", bool((scores[:, -64:] == logprobs).all()))

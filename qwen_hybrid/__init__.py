@@ -17,6 +17,7 @@ from qwen_hybrid.memory import memory_report as memory_report
 from qwen_hybrid.model import HybridModel as HybridModel
 from qwen_hybrid.model import SequenceOutput as SequenceOutput
 from qwen_hybrid.numerics import Numerics as Numerics
+from qwen_hybrid.prepare import prepare as prepare
 from qwen_hybrid.state import Call as Call
 from qwen_hybrid.state import ModelState as ModelState
 from qwen_hybrid.state import Sequences as Sequences

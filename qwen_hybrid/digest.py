@@ -55,10 +55,10 @@ def _gdn(state: GdnState, depth: int, config: HybridConfig, sc: StateConfig) -> 
     rows = np.arange(boundary, depth) % state.log.gate.shape[1]
     return {
         "recurrent_state": np.asarray(state.log.sealed),
-        "log_key": np.asarray(state.log.key)[..., rows],
-        "log_key_scale": np.asarray(state.log.key_scale)[:, rows],
-        "log_value": np.asarray(state.log.value)[:, rows],
-        "log_gate": np.asarray(state.log.gate)[:, rows],
+        "log_key": np.moveaxis(np.asarray(state.log.key), 2, 0)[rows],
+        "log_key_scale": np.asarray(state.log.key_scale).T[rows],
+        "log_value": np.asarray(state.log.value).swapaxes(0, 1)[rows],
+        "log_gate": np.asarray(state.log.gate).T[rows],
         "conv_state": _tail(np.asarray(state.conv), depth, config.gdn.conv_width - 1),
     }
 

@@ -12,7 +12,7 @@ from pallas_kernels.rows import TILE_ROWS
 from qwen_hybrid.state import StateConfig
 from qwen_hybrid.step import COMPILER_OPTIONS
 
-KERNEL_REVISION = 1
+KERNEL_REVISION = 2
 
 
 @dataclasses.dataclass(frozen=True)

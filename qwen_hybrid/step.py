@@ -26,8 +26,12 @@ from qwen_hybrid.layers import Weights
 from qwen_hybrid.model import HybridModel
 from qwen_hybrid.state import Call, ModelState, StateConfig
 
-# Casts happen where the code says so: keeping a wider value would make bits depend on fusion.
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+COMPILER_OPTIONS = {
+    # Casts happen where the code says so: keeping a wider value would make bits depend on fusion.
+    "xla_allow_excess_precision": False,
+    # The CPU's library computes products only: the order of its sums depends on how many there are.
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+}
 
 MAX_TOP_LOGPROBS = 20
 

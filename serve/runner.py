@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.struct import build
@@ -14,6 +13,7 @@ from qwen_hybrid import digest
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.model import HybridModel
 from qwen_hybrid.params import ParamTree
+from qwen_hybrid.prepare import prepare
 from qwen_hybrid.state import Call, Sequences, StateConfig, commit, init_state
 from qwen_hybrid.step import COMPILER_OPTIONS, Chosen, Reads, step
 from serve.request import Logprobs, Pair, Request, StepResult
@@ -24,20 +24,6 @@ _log = logging.getLogger(__name__)
 
 # The target of a row that samples a token.
 SAMPLE = -1
-
-
-def widen(params: ParamTree) -> ParamTree:
-    """Matrices in float32, tables as they are.
-
-    The CPU multiplies in float32; bfloat16 values are exact there, so that widening once instead
-    of in every step changes no bit.
-    """
-
-    def leaf(path, array):
-        is_table = any(getattr(key, "key", None) == "ngram_embedding" for key in path)
-        return array if is_table else array.astype(jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 class Runner:
@@ -59,7 +45,7 @@ class Runner:
         self.num_compiles = self.num_late_compiles = 0
         self._is_warm = False
         model = HybridModel(config, state_config.dtype)
-        self._params = widen(params)
+        self._params = prepare(params)
         # Where parameters are loaded to, and with them what a step returns: a state that JAX may
         # still move would make the first step after the warm-up another program.
         device = jax.local_devices()[0]

@@ -288,9 +288,8 @@ def _cut_lanes(x: Array, axis: int, place: Int[Array, " lanes"], count: int) -> 
     """`count` entries of an axis from each lane's own place."""
     parts = []
     for lane in range(x.shape[0]):
-        start, sizes = [0] * (x.ndim - 1), list(x.shape[1:])
-        start[axis - 1], sizes[axis - 1] = place[lane], count
-        parts.append(cut(x[lane], tuple(start), tuple(sizes)))
+        start = (*(0,) * (axis - 1), place[lane])
+        parts.append(cut(x[lane], start, (*x.shape[1:axis], count)))
     return jnp.stack(parts)
 
 

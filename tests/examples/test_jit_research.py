@@ -33,7 +33,7 @@ def test_greedy_tokens_and_scores_are_the_engines(name: str, tmp_path):
         )
         texts = [row.tolist() + one["output_ids"] for row, one in zip(prompts, made, strict=True)]
         scored = engine.score(texts)
-    params = qh.dummy_params(config, dtype="float32")
+    params = qh.prepare(qh.dummy_params(config, dtype="float32"))
     batch = qh.fixed_batch(batch_size=2, max_tokens=PROMPT_LEN + NUM_NEW)
     keys = jax.random.split(jax.random.key(0), NUM_NEW)
     tokens, logprobs, scores = research(

@@ -88,7 +88,7 @@ class Sequence:
         for name, array, per in _parts(state, config):
             length = {"row": MAX_LEN, "group": MAX_LEN // _ratio(config), "state": 1}[per]
             tail = array.shape[1:] if per == "state" else array.shape[2:]
-            if array.dtype == np.int32:
+            if array.dtype in (np.int32, np.uint16):
                 values = rng.integers(0, 300, (length, *tail))
             else:
                 values = rng.standard_normal((length, *tail))
@@ -134,20 +134,21 @@ def _ratio(config: HybridConfig) -> int:
 
 
 def _parts(state: ModelState, config: HybridConfig) -> list[tuple[str, Any, str]]:
-    """(name, array, what its rows are) of everything a digest covers."""
+    """(name, array, what its rows are) of everything a digest covers; rows on the second axis."""
     parts: list[tuple[str, Any, str]] = []
 
     def attention(prefix: str, kv: AttentionState) -> None:
-        parts.append((f"{prefix}.key", kv.key_pages, "row"))
-        parts.append((f"{prefix}.value", kv.value_pages, "row"))
+        parts.append((f"{prefix}.key", np.moveaxis(kv.key_pages, 3, 1), "row"))
+        parts.append((f"{prefix}.value", np.moveaxis(kv.value_pages, 2, 1), "row"))
 
     for index, layer in enumerate(state.layers):
         prefix, mixer = f"layers.{index}", layer.mixer
         if isinstance(mixer, GdnState):
             parts.append((f"{prefix}.conv_state", mixer.conv, "row"))
             parts.append((f"{prefix}.recurrent_state", mixer.log.sealed, "state"))
-            for name in ("key", "key_scale", "value", "gate"):
-                parts.append((f"{prefix}.log_{name}", getattr(mixer.log, name), "row"))
+            for name, axis in (("key", 3), ("key_scale", 2), ("value", 2), ("gate", 2)):
+                by_row = np.moveaxis(getattr(mixer.log, name), axis, 1)
+                parts.append((f"{prefix}.log_{name}", by_row, "row"))
         elif isinstance(mixer, QsaState):
             attention(prefix, mixer.attention)
             parts.append((f"{prefix}.pooled_index_keys", mixer.pooled, "group"))

@@ -121,7 +121,7 @@ def _operator(head: Head) -> Operator:
     def observe(carry, feeder: Feeder, slot: int) -> list[np.ndarray]:
         mixer = carry["state"].mixer
         attention = mixer.attention if isinstance(mixer, QsaState) else mixer
-        pages = [attention.key_pages, attention.value_pages]
+        pages = [jnp.moveaxis(attention.key_pages, 3, 1), attention.value_pages.swapaxes(1, 2)]
         if isinstance(mixer, QsaState):
             pages.append(mixer.pooled)
         return [page_rows(array, feeder, slot, array.shape[1]) for array in pages]
