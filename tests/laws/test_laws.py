@@ -17,7 +17,7 @@ CASES = [
     pytest.param((*TINY, 21), id="tiny-dense-bfloat16"),
     pytest.param(("tiny-q4", "float32", 21), id="tiny-q4-float32"),
     *(
-        pytest.param((model, dtype, 8), id=f"{model}-{dtype}")
+        pytest.param((model, dtype, 7), id=f"{model}-{dtype}")
         for model in PACKAGED_MODELS
         for dtype in DTYPES
     ),
@@ -48,7 +48,7 @@ def test_scores_of_generated_tokens_are_what_generation_returned(run):
 
 def test_schedules_did_what_they_are_for(run):
     happened, num_schedules = run.happened, run.schedules.schedules
-    assert num_schedules >= 8
+    assert num_schedules >= 7
     assert happened.pieces.issuperset(CHUNKS)
     assert len(happened.pieces) > 2 * len(CHUNKS)
     assert happened.num_shared > happened.num_steps / 2
