@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bits import to_bits
 from qwen_hybrid.state import GdnState
 from serve.engine import Engine
 from serve.engine_config import EngineConfig
@@ -204,14 +205,19 @@ def one_program() -> Iterator[None]:
         yield
 
 
+def nan_of(array: jax.Array) -> jax.Array:
+    """What an array of the state holds for a NaN."""
+    return to_bits(jnp.asarray(jnp.nan, jnp.float32), array.dtype)
+
+
 def _fill_with_nan(engine: Engine) -> None:
     """Make every row that nobody wrote a NaN, but the state that sequences start from."""
     runner = engine.core.runner
 
     def fill(path: Any, array: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(array.dtype, jnp.floating):
+        if array.dtype == jnp.int32:
             return array
-        bad = jnp.full_like(array, jnp.nan)
+        bad = jnp.full_like(array, nan_of(array))
         return bad.at[0].set(array[0]) if ".sealed" in jax.tree_util.keystr(path) else bad
 
     runner._state = jax.tree_util.tree_map_with_path(fill, runner._state)
@@ -377,7 +383,9 @@ class ScheduleRunner:
         runner = self.engine.core.runner
         first, *others = runner._state.layers
         assert isinstance(first.mixer, GdnState)
-        mixer = dataclasses.replace(first.mixer, conv=first.mixer.conv.at[slot].set(jnp.nan))
+        mixer = dataclasses.replace(
+            first.mixer, conv=first.mixer.conv.at[slot].set(nan_of(first.mixer.conv))
+        )
         layers = (dataclasses.replace(first, mixer=mixer), *others)
         runner._state = dataclasses.replace(runner._state, layers=layers)
 
