@@ -319,73 +319,57 @@ def _solve(
     value: Float[Array, "lanes Hv J dv"],
     tile: _Tile,
     dtype: Any,
-) -> Float[Array, "lanes Hv T dv"]:
+) -> tuple[Float[Array, "lanes Hv T dv"], Float[Array, "lanes Hv J dv"]]:
     """Pseudo-values of the tile, group after group: earlier rows of the block by a product.
 
     Args:
       rhs: beta is still to be applied, the rows of the block to be taken off.
       value: pseudo-values of the block's rows before this call.
+
+    Returns:
+      Those of the tile, and those of the block before its last group.
     """
     column = jnp.arange(value.shape[2])[None, :]
+    before = (column < tile.place[:, None])[:, None, :, None]
+    block = jnp.where(before, value, 0.0)
     groups: list[Array] = []
     for at in range(0, tile.size, GROUP_ROWS):
         own = slice(at, at + GROUP_ROWS)
         place = tile.place + at
-        before = (column < place[:, None])[:, None, :, None]
-        known = _with_groups(value, groups, tile.place)
-        earlier = _product(
-            "lhtj,lhjv->lhtv",
-            jnp.where(before[:, :, None, :, 0], scores[:, :, own], 0.0),
-            jnp.where(before, known, 0.0),
-        )
-        pairs = _cut_lanes(scores[:, :, own], 3, place, GROUP_ROWS)
         was = (tile.known & ~tile.live)[:, None, own, None]
-        logged = jnp.where(was, _cut_lanes(value, 2, place, GROUP_ROWS), 0.0)
-        groups.append(
-            _solve_group(
-                rhs[:, :, own] - earlier,
-                pairs,
-                beta[:, :, own],
-                logged,
-                tile.live[:, own],
-                dtype,
-            )
+        u = _solve_group(
+            rhs[:, :, own] - _product("lhtj,lhjv->lhtv", scores[:, :, own], block),
+            _cut_lanes(scores[:, :, own], 3, place, GROUP_ROWS),
+            beta[:, :, own],
+            jnp.where(was, _cut_lanes(value, 2, place, GROUP_ROWS), 0.0),
+            tile.live[:, own],
+            dtype,
         )
-    return jnp.concatenate(groups, axis=2)
+        groups.append(u)
+        if at + GROUP_ROWS < tile.size:
+            block = _paste_lanes(block, u, place)
+    return jnp.concatenate(groups, axis=2), block
 
 
-def _with_groups(
-    value: Float[Array, "lanes Hv J dv"], groups: list[Array], place: Int[Array, " lanes"]
+def _paste_lanes(
+    block: Float[Array, "lanes Hv J dv"], rows: Array, place: Int[Array, " lanes"]
 ) -> Float[Array, "lanes Hv J dv"]:
-    """The block's pseudo-values with the groups that were made since, from `place` on."""
-    if not groups:
-        return value
-    made = jnp.concatenate(groups, axis=2)
-    lanes = [paste(value[lane], made[lane], (0, place[lane])) for lane in range(value.shape[0])]
-    return jnp.stack(lanes)
+    """The block with rows at each lane's own place."""
+    for lane in range(block.shape[0]):
+        block = paste(block, rows[lane][None], (lane, 0, place[lane]))
+    return block
 
 
 def _outputs(
-    tile: _Tile, scores: Array, value: Float[Array, "lanes Hv J dv"], u: Array
+    scores: Float[Array, "lanes Hv T J"], u: Array, block: Array, tile: _Tile
 ) -> Float[Array, "lanes Hv T dv"]:
-    """What the queries take of the block's rows, their own included.
-
-    Args:
-      value: pseudo-values of the block, those of the tile written.
-    """
-    size, width = tile.size, value.shape[2]
-    # A row that is not finite is seen only by those at or after it: zero times NaN is NaN.
-    bad = ~jnp.all(jnp.isfinite(u), axis=(1, 3)) & tile.known
-    column = jnp.arange(width)[None, :]
-    use = column < tile.place[:, None] + size
-    for row in range(size):
-        known = tile.known[:, row, None] & ~bad[:, row, None]
-        use = use & (known | (column != tile.place[:, None] + row))
-    use = lax.optimization_barrier(use)
-    clean = jnp.where(use[:, None, :, None], value, 0.0)
-    out = _product("lhtj,lhjv->lhtv", scores[:, :, size:], clean)
-    upto = jnp.arange(size)[None, :] <= jnp.arange(size)[:, None]
-    spoiled = jnp.any(upto[None] & bad[:, None, :], axis=2)
+    """What the queries take of the block's rows, their own included."""
+    # A row that is not finite is seen only by those at or after it, but zero times NaN is NaN.
+    is_bad = ~jnp.all(jnp.isfinite(u), axis=(1, 3))
+    clean = _paste_lanes(block, jnp.where(is_bad[:, None, :, None], 0.0, u), tile.place)
+    upto = jnp.arange(tile.size)[None, :] <= jnp.arange(tile.size)[:, None]
+    spoiled = jnp.any(upto[None] & is_bad[:, None, :], axis=2)
+    out = _product("lhtj,lhjv->lhtv", scores, clean)
     return jnp.where(spoiled[:, None, :, None], jnp.nan, out)
 
 
@@ -398,11 +382,12 @@ def log_step(inputs: LogInputs, log: GdnLog, rows: Rows) -> tuple[Float[Array, "
     packed = LogInputs(*(with_margin(getattr(inputs, f)) for f in LogInputs.__dataclass_fields__))
     size, block = rows.shape.segment, rows.block_size
 
-    def step(index: Array, carry: tuple[GdnLog, Array, Array]):
-        log, carried, out = carry
+    def step(index: Array, carry: tuple[GdnLog, Array, Array, Array]):
+        log, carried, out, pending = carry
         segs = segments_at(rows, index)
-        # Reads of the log come after its writes, or the writes depend on them: XLA would otherwise
-        # copy the log in every step. The rows of a due fold are not among those written.
+        log = _write_pending(log, rows, index, pending)
+        # Every read of the log comes after its writes, so that XLA need not copy it: pseudo-values
+        # wait for the next step. The rows of a due fold are not among those written.
         log, tile = _new_rows(packed, log, rows, segs)
         state = _running_states(log, carried, rows, index, segs)
         log = dataclasses.replace(log, sealed=_store(log, state, rows, index))
@@ -412,7 +397,7 @@ def log_step(inputs: LogInputs, log: GdnLog, rows: Rows) -> tuple[Float[Array, "
         scores = _weighted_scores(tile, pages)
         rhs = _read(packed.value, segs).astype(jnp.float32).swapaxes(1, 2)
         beta = _read(packed.beta, segs).swapaxes(1, 2)
-        u = _solve(
+        u, values = _solve(
             rhs - from_state[:, :, :size],
             scores[:, :, :size],
             beta,
@@ -420,22 +405,30 @@ def log_step(inputs: LogInputs, log: GdnLog, rows: Rows) -> tuple[Float[Array, "
             tile,
             log.value.dtype,
         )
-        log = dataclasses.replace(log, value=_write_tile(log, "value", segs, u))
-        written = _lane_pages(log, segs, start, block).value
-        o = from_state[:, :, size:] + _outputs(tile, scores, written, u)
+        o = from_state[:, :, size:] + _outputs(scores[:, :, size:], u, values, tile)
         o = o * (tile.both.shape[-1] ** -0.5)
         for lane, seg in enumerate(segs):
             out = put_rows(out, seg, o[lane].swapaxes(0, 1))
-        return log, state, out
+        return log, state, out, u
 
     heads, dk, dv = inputs.value.shape[1], inputs.key.shape[2], inputs.value.shape[2]
     carry = (
         log,
         jnp.zeros((rows.shape.lanes, heads, dk, dv), jnp.float32),
         jnp.zeros(packed.value.shape, jnp.float32),
+        jnp.zeros((rows.shape.lanes, heads, size, dv), jnp.float32),
     )
-    log, _, out = lax.fori_loop(0, rows.num_steps, step, carry)
-    return without_margin(out), log
+    log, _, out, pending = lax.fori_loop(0, rows.num_steps, step, carry)
+    return without_margin(out), _write_pending(log, rows, rows.num_steps, pending)
+
+
+def _write_pending(log: GdnLog, rows: Rows, step: Int[Array, ""], u: Array) -> GdnLog:
+    """The log with the pseudo-values of the step before."""
+    segs = [
+        dataclasses.replace(seg, live=seg.live & (step > 0))
+        for seg in segments_at(rows, jnp.maximum(step - 1, 0))
+    ]
+    return dataclasses.replace(log, value=_write_tile(log, "value", segs, u))
 
 
 def _lane_pages(log: GdnLog, segs: list[Segment], start: list[Array], count: int) -> _Pages:
