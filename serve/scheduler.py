@@ -74,7 +74,9 @@ class Scheduler:
         self.state_slots = FreeList(1, capacities.num_state_slots - 1)
         self.num_retractions = 0
         self._num_arrived = 0
+        # The step being planned, and the rows that it can still take.
         self._work: dict[Request, Work] = {}
+        self._room = 0
 
     @property
     def is_idle(self) -> bool:
@@ -103,10 +105,10 @@ class Scheduler:
 
     def plan(self) -> list[Work]:
         """The rows of the next step: a row of each generating request, then prompts."""
-        self._work = {}
+        self._work, self._room = {}, self.capacities.max_rows
         num_retractions = self.num_retractions
         for request in list(self.running):
-            if request.slot >= 0 and request.remaining_prefill == 0 and self._room() > 0:
+            if request.slot >= 0 and request.remaining_prefill == 0 and self._room > 0:
                 self._plan_rows(request, 1, is_last=True)
         # Who had to make way would come back at once and have to make way again.
         if self.num_retractions == num_retractions:
@@ -114,7 +116,7 @@ class Scheduler:
         left = self.capacities.prefill_rows
         for request in list(self.running):
             remaining = request.remaining_prefill
-            room = min(left, self._room())
+            room = min(left, self._room)
             if request.slot >= 0 and remaining and room > 0:
                 wanted = max(1, min(self.chunk_len(remaining), remaining, room))
                 count = self._whole_blocks(request, wanted, room)
@@ -128,7 +130,8 @@ class Scheduler:
         or by `plan`.
         """
         self._give_back(request)
-        self._work.pop(request, None)
+        if request in self._work:
+            self._room += len(self._work.pop(request).ids)
         request.committed_len = request.sealed_len = 0
         request.num_retractions += 1
         request.preempted_at = len(request.output_ids)
@@ -184,10 +187,6 @@ class Scheduler:
     def _blocks_for(self, num_rows: int) -> int:
         return -(-num_rows // self.capacities.block_size)
 
-    def _room(self) -> int:
-        """Rows that the step can still take."""
-        return self.capacities.max_rows - sum(len(item.ids) for item in self._work.values())
-
     def _admit(self) -> None:
         """Start waiting requests in order while there are blocks for all their rows so far."""
         while self.waiting and self.slots.num_free:
@@ -223,6 +222,7 @@ class Scheduler:
         if count:
             last = is_last and count >= request.remaining_prefill
             self._work[request] = Work(request, request.next_ids(count), is_last=last)
+            self._room -= count
         return count
 
     def _take_blocks(self, request: Request, count: int) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import tiny_models
-from tests.serve.engines import settle, start
+from tests.serve.engines import Gate, settle, start
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +33,11 @@ def no_steps(engine, monkeypatch):
 
     monkeypatch.setattr(engine.core.runner, "run", run)
     return engine
+
+
+@pytest.fixture
+def gate(engine, monkeypatch):
+    gate = Gate(engine, monkeypatch)
+    yield gate
+    gate.open()
+    settle(engine)

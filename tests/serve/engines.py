@@ -1,5 +1,6 @@
 """The engine that the tests of `serve` share, and what they ask of it."""
 
+import threading
 import time
 from typing import Any
 
@@ -42,3 +43,37 @@ def settle(engine: Engine) -> None:
         time.sleep(0.001)
     with engine.loop.between_steps():
         engine.core.scheduler.check_integrity()
+
+
+class Gate:
+    """Lets the steps of an engine through one by one, or all."""
+
+    def __init__(self, engine, monkeypatch):
+        self._run = engine.core.runner.run
+        self._steps = threading.Semaphore(0)
+        self._is_open = threading.Event()
+        # The work of every step that has begun.
+        self.seen: list = []
+        monkeypatch.setattr(engine.core.runner, "run", self._wait_and_run)
+
+    def _wait_and_run(self, work):
+        self.seen.append([item.request.rid for item in work])
+        if not self._is_open.is_set():
+            assert self._steps.acquire(timeout=20), "the gate was left shut"
+        return self._run(work)
+
+    def wait_for_step(self, number: int) -> None:
+        """Wait until the step of that number, counted from 1, is at the gate."""
+        deadline_s = time.monotonic() + 20
+        while len(self.seen) < number:
+            assert time.monotonic() < deadline_s, "no step"
+            time.sleep(0.001)
+
+    def let(self, count: int) -> None:
+        """Let some steps through."""
+        self._steps.release(count)
+
+    def open(self) -> None:
+        """Let everything through from now on."""
+        self._is_open.set()
+        self._steps.release(100)

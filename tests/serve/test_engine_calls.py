@@ -316,11 +316,13 @@ def test_settings_of_the_thread_that_starts_an_engine_cost_no_compilation(direct
         assert engine.get_server_info()["num_late_compiles"] == 0
 
 
-def test_counters(engine):
+def test_counters(engine, gate):
     info = engine.get_server_info()
     assert (info["num_running_reqs"], info["num_waiting_reqs"], info["token_usage"]) == (0, 0, 0)
     assert info["num_used_blocks"] == info["num_used_state_slots"] == 0
     stream = engine.generate(input_ids=[[1] * 100] * 5, sampling_params=greedy(100), stream=True)
+    # Eight pieces of the first prompt.
+    gate.let(8)
     next(stream)
     info = engine.get_server_info()
     assert info["num_running_reqs"] == SLOTS and info["num_waiting_reqs"] == 2
@@ -328,6 +330,7 @@ def test_counters(engine):
     assert 0 < info["token_usage"] <= 1
     assert engine.flush_cache() is False
     stream.close()
+    gate.open()
     settle(engine)
     assert engine.flush_cache() is True
 

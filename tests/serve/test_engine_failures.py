@@ -8,7 +8,7 @@ import pytest
 from serve import Engine, EngineDeadError, StepError
 from serve.runner import Runner
 from tests import tiny_models
-from tests.serve.engines import CONTEXT, TEXTS, greedy, settle, start
+from tests.serve.engines import CONTEXT, TEXTS, Gate, greedy, settle, start
 
 # Refusals: a message with the index, and nothing queued.
 
@@ -142,14 +142,16 @@ def test_ctrl_c_while_the_device_holds_the_state_leaves_the_engine_usable(engine
     assert [r["output_ids"] for r in again] == [r["output_ids"] for r in expected]
 
 
-def test_an_exception_in_a_stream_gives_everything_back(engine, monkeypatch):
+def test_an_exception_in_a_stream_gives_everything_back(engine, gate, monkeypatch):
     stream = engine.generate(TEXTS[0], greedy(190), stream=True)
+    gate.let(1)
     next(stream)
 
     def failing(work):
         raise Failure
 
     monkeypatch.setattr(engine.core.runner, "run", failing)
+    gate.let(1)
     with pytest.raises(StepError, match="a step failed: Failure"):
         for _ in stream:
             pass
@@ -215,15 +217,18 @@ def test_a_model_that_is_not_there(tmp_path):
         Engine(tmp_path / "missing")
 
 
-def test_ids_only_and_the_end(directory):
+def test_ids_only_and_the_end(directory, monkeypatch):
     with start(directory, skip_tokenizer_init=True) as engine:
         with pytest.raises(ValueError, match="skip_tokenizer_init is set: give input_ids"):
             engine.generate("a")
         result = engine.generate(input_ids=[1, 2], sampling_params=greedy(2), return_logprob=True)
         assert "text" not in result
         assert [text for _, _, text in result["meta_info"]["output_token_logprobs"]] == [None, None]
+        gate = Gate(engine, monkeypatch)
         stream = engine.generate(input_ids=[1, 2], sampling_params=greedy(190), stream=True)
+        gate.let(1)
         next(stream)
+        threading.Timer(0.1, gate.let, (1,)).start()
         engine.shutdown()
         engine.shutdown()
         with pytest.raises(EngineDeadError, match="the engine is shut down"):

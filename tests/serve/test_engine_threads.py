@@ -3,58 +3,23 @@
 import asyncio
 import concurrent.futures
 import gc
-import threading
 import time
 
 import pytest
 
 from serve import EngineDeadError, StepError
 from serve.request import Request
-from tests.serve.engines import TEXTS, greedy, sampled, settle, start
+from tests.serve.engines import TEXTS, Gate, greedy, sampled, settle, start
 
 LONG = 190
 
 
-class Gate:
-    """Lets the steps of an engine through one by one, or all."""
-
-    def __init__(self, engine, monkeypatch):
-        self._run = engine.core.runner.run
-        self._steps = threading.Semaphore(0)
-        self._is_open = threading.Event()
-        # The work of every step that has begun.
-        self.seen: list = []
-        monkeypatch.setattr(engine.core.runner, "run", self._wait_and_run)
-
-    def _wait_and_run(self, work):
-        self.seen.append([item.request.rid for item in work])
-        if not self._is_open.is_set():
-            assert self._steps.acquire(timeout=20), "the gate was left shut"
-        return self._run(work)
-
-    def wait_for_step(self, number: int) -> None:
-        """Wait until the step of that number, counted from 1, is at the gate."""
-        deadline_s = time.monotonic() + 20
-        while len(self.seen) < number:
-            assert time.monotonic() < deadline_s, "no step"
-            time.sleep(0.001)
-
-    def let(self, count: int) -> None:
-        """Let some steps through."""
-        self._steps.release(count)
-
-    def open(self) -> None:
-        """Let everything through from now on."""
-        self._is_open.set()
-        self._steps.release(100)
-
-
-@pytest.fixture
-def gate(engine, monkeypatch):
-    gate = Gate(engine, monkeypatch)
-    yield gate
-    gate.open()
-    settle(engine)
+def wait_for_requests(engine, count: int) -> None:
+    """Wait until that many requests are queued or run."""
+    deadline_s = time.monotonic() + 20
+    while len(engine.loop._calls) < count:
+        assert time.monotonic() < deadline_s, "not submitted"
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -99,7 +64,7 @@ def test_a_new_request_enters_while_others_decode(engine, pool, gate):
     first = pool.submit(engine.generate, TEXTS[0], greedy(8), rid="first")
     gate.wait_for_step(1)
     second = pool.submit(engine.generate, TEXTS[1], greedy(2), rid="second")
-    time.sleep(0.05)
+    wait_for_requests(engine, 2)
     gate.let(1)
     gate.wait_for_step(2)
     assert gate.seen[1] == ["first", "second"]
@@ -174,7 +139,7 @@ def test_what_would_block_an_event_loop_is_refused(engine, name):
 def test_a_cancelled_call_ends_its_requests(engine, gate):
     async def run():
         task = asyncio.create_task(engine.async_generate(TEXTS * 2, greedy(LONG)))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_for_requests, engine, 6)
         gate.let(2)
         await asyncio.to_thread(gate.wait_for_step, 3)
         task.cancel()
@@ -190,7 +155,7 @@ def test_an_event_loop_that_is_gone_ends_its_requests(engine, gate):
     async def run():
         stream = await engine.async_generate(TEXTS[0], greedy(LONG), stream=True)
         task = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_for_requests, engine, 1)
         return stream, task
 
     loop = asyncio.new_event_loop()
@@ -221,11 +186,12 @@ def test_a_coroutine_that_stops_reading_ends_its_request(engine):
 def test_an_abort_at_every_stage(engine, pool, gate, stage):
     texts = TEXTS if stage == "waiting" else TEXTS[:2]
     beside = [pool.submit(engine.generate, text, greedy(30)) for text in texts]
+    wait_for_requests(engine, len(texts))
     gate.wait_for_step(1)
     # A prompt of many chunks, or one that is done at once.
     prompt = [5] * (100 if stage == "prefill" else 3)
     call = pool.submit(engine.generate, input_ids=prompt, sampling_params=greedy(60), rid="it")
-    time.sleep(0.05)
+    wait_for_requests(engine, len(texts) + 1)
     num_steps = {"waiting": 1, "prefill": 3, "first token": 2, "decode": 12}[stage]
     gate.let(num_steps)
     gate.wait_for_step(num_steps + 1)
@@ -246,7 +212,7 @@ def test_an_abort_at_every_stage(engine, pool, gate, stage):
 def test_aborts_of_all_of_samples_and_of_nobody(engine, pool, gate):
     calls = [pool.submit(engine.generate, t, greedy(LONG)) for t in TEXTS]
     samples = pool.submit(engine.generate, TEXTS[0], greedy(LONG, n=3), rid="several")
-    gate.wait_for_step(1)
+    wait_for_requests(engine, 6)
     engine.abort_request("nobody")
     engine.abort_request("several")
     gate.let(1)
@@ -292,12 +258,11 @@ class Failure(Exception):
 def test_a_failed_step_spares_those_that_took_no_part(engine, pool, gate, monkeypatch):
     # Three slots are taken; the fourth waits and is served afterwards.
     first = [pool.submit(engine.generate, text, greedy(20)) for text in TEXTS]
-    gate.wait_for_step(1)
-    time.sleep(0.05)
+    wait_for_requests(engine, 3)
     waiting = pool.submit(engine.generate, TEXTS[0], greedy(6))
+    wait_for_requests(engine, 4)
     gate.let(1)
     gate.wait_for_step(2)
-    time.sleep(0.05)
     run, left = engine.core.runner.run, [1]
 
     def failing(work):
@@ -335,18 +300,22 @@ def test_a_request_that_fails_alone_harms_nobody_else(engine, monkeypatch):
     assert outs[1] == {"error": {"message": message, "type": "StepError", "index": 1}}
 
 
-def test_every_waiting_call_learns_that_the_thread_died(directory, pool):
+def test_every_waiting_call_learns_that_the_thread_died(directory, pool, monkeypatch):
     with start(directory) as engine:
 
         def plan():
             raise Failure("the plan is bad")
 
+        gate = Gate(engine, monkeypatch)
         streams = [engine.generate(text, greedy(LONG), stream=True) for text in TEXTS]
         for stream in streams:
+            # One step may be on its way without it.
+            gate.let(3)
             next(stream)
         calls = [pool.submit(engine.generate, text, greedy(LONG)) for text in TEXTS * 2]
-        time.sleep(0.05)
+        wait_for_requests(engine, 9)
         engine.core.plan = plan
+        gate.open()
         for call in calls:
             with pytest.raises(EngineDeadError, match="died of .*the plan is bad") as raised:
                 call.result(20)
