@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.run import RESULTS, processor, revision
+from benchmarks.record import RESULTS, processor, revision
 from serve.model_path import PACKAGED_MODELS
 from tests.laws.law_run import (
     DTYPES,

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.run import RESULTS, processor, revision
+from benchmarks.record import RESULTS, processor, revision
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.state import inventory, state_spec
 from serve.engine import Engine

@@ -1,113 +1,99 @@
-"""Time the engine on a demo model: prefill, decode by batch size, compilation apart.
+"""Time the engine beside transformers on the demo models, in one run, compilation apart.
 
-    python -m benchmarks.run [--model demo] [--dtype bfloat16] [--skip-tests]
+    python -m benchmarks.run [--models demo demo-dense] [--dtypes bfloat16 float32] [--skip-tests]
 
-Runs the law schedules first and refuses to time on red. Writes benchmarks/results/engine.csv.
+Runs the laws first and refuses to time on red. Every figure is the median of several rounds, in
+which the contenders take turns. Writes benchmarks/results/engine.csv. Exit code 1 if the laws are
+red, 2 if a ratio is below what is wanted of it.
 """
 
 import argparse
-import csv
-import platform
 import statistics
 import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
-from serve.engine import Engine
+from benchmarks.contenders import CONTENDERS, MAX_BATCH, Process
+from benchmarks.record import processor, revision, write_csv
+from serve.model_path import resolve_model_path
 
-RESULTS = Path(__file__).parent / "results"
-BATCHES = (1, 4, 16)
-PROMPT_LEN = 256
-NEW_TOKENS = 64
-REPEATS = 5
-
-
-def revision() -> str:
-    """The commit that is timed, with a mark if files differ from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    dirty = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return git("rev-parse", "--short", "HEAD") + dirty
+ROUNDS = 5
+PREFILL_LEN = 2000
+# (what, argument, unit of the rate, how many units one measurement is)
+METRICS = (
+    ("decode", 1, 1),
+    ("decode", MAX_BATCH, MAX_BATCH),
+    ("prefill", PREFILL_LEN, PREFILL_LEN),
+)
+# Wanted of the engine's rate over that of transformers, by model, in the order of the metrics.
+WANTED = {"demo": (2.0, 1.5, 1.0), "demo-dense": (1.2, 1.0, 0.5)}
 
 
-def processor() -> str:
-    """Model name of the processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+def measure(model: str, dtype: str) -> list[dict[str, Any]]:
+    """Rates of every contender on one model."""
+    directory = resolve_model_path(model)
+    processes = {name: Process(name, directory, dtype) for name in CONTENDERS}
+    rows = []
+    for index, (what, argument, units) in enumerate(METRICS):
+        seconds: dict[str, list[float]] = {name: [] for name in processes}
+        # The first round warms up.
+        for round_ in range(ROUNDS + 1):
+            for name, process in processes.items():
+                taken = process.ask(what, argument)
+                if round_ > 0:
+                    seconds[name].append(taken)
+        peer = statistics.median(seconds["transformers"])
+        for name, taken in seconds.items():
+            middle = statistics.median(taken)
+            rows.append(
+                {
+                    "model": model,
+                    "dtype": dtype,
+                    "what": f"{what} {argument}",
+                    "contender": name,
+                    "tokens_per_s": round(units / middle, 1),
+                    "milliseconds": round(1000 * middle, 2),
+                    "spread_percent": round(100 * (max(taken) - min(taken)) / middle),
+                    "over_transformers": round(peer / middle, 2),
+                    "wanted": WANTED[model][index] if name == "engine" else "",
+                    "start_s": round(processes[name].start_s, 1),
+                }
+            )
+    for process in processes.values():
+        process.quit()
+    return rows
 
 
-def _timed(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
-    start = time.monotonic()
-    params: Any = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    engine.generate(input_ids=prompts, sampling_params=params)
-    return time.monotonic() - start
-
-
-def measure(engine: Engine, batch: int) -> dict[str, Any]:
-    """Median and spread of prefill and decode rates for one batch size."""
-    prefill, decode = [], []
-    for repeat in range(REPEATS):
-        prompts = [[(7 * i + b + repeat) % 4000 for i in range(PROMPT_LEN)] for b in range(batch)]
-        first = _timed(engine, prompts, 1)
-        whole = _timed(engine, prompts, NEW_TOKENS + 1)
-        prefill.append(batch * PROMPT_LEN / first)
-        decode.append(batch * NEW_TOKENS / (whole - first))
-    return {
-        "batch": batch,
-        "prefill_tokens_per_s": round(statistics.median(prefill), 1),
-        "prefill_spread": round(max(prefill) - min(prefill), 1),
-        "decode_tokens_per_s": round(statistics.median(decode), 1),
-        "decode_spread": round(max(decode) - min(decode), 1),
-    }
+def laws_are_green() -> bool:
+    """Run the schedule laws."""
+    command = [sys.executable, "-m", "pytest", "-q", "tests/laws"]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def main() -> int:
-    """Run the benchmark; exit code 1 if the laws are red."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--models", nargs="+", default=list(WANTED), choices=list(WANTED))
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["bfloat16", "float32"], choices=("bfloat16", "float32")
+    )
     parser.add_argument("--skip-tests", action="store_true", help="time although nothing was run")
     arguments = parser.parse_args()
-    if not arguments.skip_tests:
-        command = [sys.executable, "-m", "pytest", "-q", "tests/laws"]
-        if subprocess.run(command, check=False).returncode:
-            print("the laws are red: nothing is timed", file=sys.stderr)
-            return 1
-    start = time.monotonic()
-    with Engine(
-        arguments.model,
-        dtype=arguments.dtype,
-        max_running_requests=max(BATCHES),
-        context_length=1024,
-    ) as engine:
-        start_s = round(time.monotonic() - start, 1)
-        rows = [measure(engine, batch) for batch in BATCHES]
-    common = {
-        "model": arguments.model,
-        "dtype": arguments.dtype,
-        "prompt_len": PROMPT_LEN,
-        "new_tokens": NEW_TOKENS,
-        "start_and_compile_s": start_s,
-        "processor": processor(),
-        "revision": revision(),
-    }
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / "engine.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *common])
-        writer.writeheader()
-        writer.writerows(row | common for row in rows)
-    for row in rows:
-        print(row)
-    print(common)
-    return 0
+    if not arguments.skip_tests and not laws_are_green():
+        print("the laws are red: nothing is timed", file=sys.stderr)
+        return 1
+    common = {"processor": processor(), "revision": revision()}
+    rows = []
+    for model in arguments.models:
+        for dtype in arguments.dtypes:
+            for row in measure(model, dtype):
+                rows.append(row | common)
+                print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+    print(f"{common} -> {write_csv('engine.csv', rows)}")
+    short = [row for row in rows if row["wanted"] and row["over_transformers"] < row["wanted"]]
+    for row in short:
+        print(f"below what is wanted: {row}", file=sys.stderr)
+    return 2 if short else 0
 
 
 if __name__ == "__main__":
