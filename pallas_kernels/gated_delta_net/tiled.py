@@ -5,9 +5,10 @@
     seal: S' = exp(G_last) S + sum_j exp(G_last - G_j) k_j u_j^T
 
 with k and q normalised, j over the rows of the block, G the running sum of log-gates since its
-boundary. Rows of the block enter by products of fixed width, but of the same group of 4 they enter
-a pseudo-value one after another, each rounded when it is made. Rows that do not exist are removed
-by select, never by a zero factor.
+boundary. Rows of the block enter by products: those before the row's own 16 (positions that are
+equal when divided by 16), those of its 16 before its own group of 4, then its group. In a
+pseudo-value the rows of the group enter one after another, each rounded when it is made. Rows that
+do not exist are removed by select, never by a zero factor.
 
 Heads come first inside, so that every product is one over a batch of heads, and queries ride behind
 keys in the products that both need.
@@ -312,65 +313,109 @@ def _solve_group(
     return jnp.stack(u, axis=2)
 
 
-def _solve(
-    rhs: Float[Array, "lanes Hv T dv"],
-    scores: Float[Array, "lanes Hv T J"],
-    beta: Float[Array, "lanes Hv T"],
-    value: Float[Array, "lanes Hv J dv"],
-    tile: _Tile,
-    dtype: Any,
-) -> tuple[Float[Array, "lanes Hv T dv"], Float[Array, "lanes Hv J dv"]]:
-    """Pseudo-values of the tile, group after group: earlier rows of the block by a product.
+@struct
+class _Sixteen:
+    """The 16 rows at multiples of 16 that hold each lane's tile, as seen from the block.
 
-    Args:
-      rhs: beta is still to be applied, the rows of the block to be taken off.
-      value: pseudo-values of the block's rows before this call.
-
-    Returns:
-      Those of the tile, and those of the block before its last group.
+    Attributes:
+      pairs: weighted scores of the tile's keys, then queries, with them.
+      value: pseudo-values of those that came before this call; the others are 0.
+      offset: of the tile in them.
     """
-    column = jnp.arange(value.shape[2])[None, :]
-    before = (column < tile.place[:, None])[:, None, :, None]
-    block = jnp.where(before, value, 0.0)
-    groups: list[Array] = []
-    for at in range(0, tile.size, GROUP_ROWS):
-        own = slice(at, at + GROUP_ROWS)
-        place = tile.place + at
-        was = (tile.known & ~tile.live)[:, None, own, None]
-        u = _solve_group(
-            rhs[:, :, own] - _product("lhtj,lhjv->lhtv", scores[:, :, own], block),
-            _cut_lanes(scores[:, :, own], 3, place, GROUP_ROWS),
-            beta[:, :, own],
-            jnp.where(was, _cut_lanes(value, 2, place, GROUP_ROWS), 0.0),
-            tile.live[:, own],
-            dtype,
-        )
-        groups.append(u)
-        if at + GROUP_ROWS < tile.size:
-            block = _paste_lanes(block, u, place)
-    return jnp.concatenate(groups, axis=2), block
+
+    pairs: Float[Array, "lanes Hv T2 16"]
+    value: Float[Array, "lanes Hv 16 dv"]
+    offset: Int[Array, " lanes"]
 
 
-def _paste_lanes(
-    block: Float[Array, "lanes Hv J dv"], rows: Array, place: Int[Array, " lanes"]
-) -> Float[Array, "lanes Hv J dv"]:
-    """The block with rows at each lane's own place."""
-    for lane in range(block.shape[0]):
-        block = paste(block, rows[lane][None], (lane, 0, place[lane]))
-    return block
+def _sixteen(scores: Array, value: Float[Array, "lanes Hv J dv"], tile: _Tile) -> _Sixteen:
+    start = div(tile.place, TILE_ROWS) * TILE_ROWS
+    first_live = tile.place + jnp.argmax(tile.live, axis=1)
+    row = start[:, None] + jnp.arange(TILE_ROWS)[None, :]
+    before = (row < first_live[:, None])[:, None, :, None]
+    return _Sixteen(
+        _cut_lanes(scores, 3, start, TILE_ROWS),
+        jnp.where(before, _cut_lanes(value, 2, start, TILE_ROWS), 0.0),
+        tile.place - start,
+    )
 
 
-def _outputs(
-    scores: Float[Array, "lanes Hv T J"], u: Array, block: Array, tile: _Tile
-) -> Float[Array, "lanes Hv T dv"]:
-    """What the queries take of the block's rows, their own included."""
+def _own_group(
+    pairs: Float[Array, "lanes Hv 4 4"], u: Float[Array, "lanes Hv 4 dv"]
+) -> Float[Array, "lanes Hv 4 dv"]:
+    """What the queries of a group take of its rows."""
     # A row that is not finite is seen only by those at or after it, but zero times NaN is NaN.
     is_bad = ~jnp.all(jnp.isfinite(u), axis=(1, 3))
-    clean = _paste_lanes(block, jnp.where(is_bad[:, None, :, None], 0.0, u), tile.place)
-    upto = jnp.arange(tile.size)[None, :] <= jnp.arange(tile.size)[:, None]
+    place = jnp.arange(GROUP_ROWS)
+    upto = place[None, :] <= place[:, None]
     spoiled = jnp.any(upto[None] & is_bad[:, None, :], axis=2)
-    out = _product("lhtj,lhjv->lhtv", scores, clean)
+    out = _product("lhtj,lhjv->lhtv", pairs, jnp.where(is_bad[:, None, :, None], 0.0, u))
     return jnp.where(spoiled[:, None, :, None], jnp.nan, out)
+
+
+def _solve(
+    rhs: Float[Array, "lanes Hv T dv"],
+    sixteen: _Sixteen,
+    beta: Float[Array, "lanes Hv T"],
+    tile: _Tile,
+    dtype: Any,
+) -> tuple[Float[Array, "lanes Hv T dv"], Float[Array, "lanes Hv T dv"]]:
+    """Pseudo-values of the tile, group after group, and what its queries take of their 16.
+
+    Args:
+      rhs: beta is still to be applied, and the rows of the 16 to be taken off.
+    """
+    size = tile.size
+    # In a tile of one group the earlier rows are logged; in one of four they are made here.
+    logged = jnp.arange(TILE_ROWS)[None, :] < sixteen.offset[:, None]
+    before = jnp.where(logged[:, None, :, None], sixteen.value, 0.0)
+
+    def rows_at(x: Array, at: Array) -> Array:
+        return cut(x, (0, 0, at), (*x.shape[:2], GROUP_ROWS))
+
+    def group(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        value, made, outputs = carry
+        at = index * GROUP_ROWS
+        offset = sixteen.offset + at
+        keys, queries = rows_at(sixteen.pairs, at), rows_at(sixteen.pairs, size + at)
+        pairs = jnp.concatenate((keys, queries), axis=2)
+        taken = _product("lhtj,lhjv->lhtv", pairs, value)
+        inside = _cut_lanes(pairs, 3, offset, GROUP_ROWS)
+        u = _solve_group(
+            rows_at(rhs, at) - taken[:, :, :GROUP_ROWS],
+            inside[:, :, :GROUP_ROWS],
+            rows_at(beta[..., None], at)[..., 0],
+            _cut_lanes(sixteen.value, 2, offset, GROUP_ROWS),
+            cut(tile.live, (0, at), (tile.live.shape[0], GROUP_ROWS)),
+            dtype,
+        )
+        out = taken[:, :, GROUP_ROWS:] + _own_group(inside[:, :, GROUP_ROWS:], u)
+        if size == TILE_ROWS:
+            value = paste(value, u, (0, 0, at))
+        return value, paste(made, u, (0, 0, at)), paste(outputs, out, (0, 0, at))
+
+    empty = jnp.zeros_like(rhs)
+    _, made, outputs = lax.fori_loop(0, size // GROUP_ROWS, group, (before, empty, empty))
+    return made, outputs
+
+
+def _tile_values(
+    packed: LogInputs, tile: _Tile, pages: _Pages, state: Array, segs: list[Segment], dtype: Any
+) -> tuple[Float[Array, "lanes Hv T dv"], Float[Array, "lanes Hv T dv"]]:
+    """(u, o) of the tiles' rows: from the state, then the block's earlier 16s, then their own."""
+    size = tile.size
+    value = _read(packed.value, segs).astype(jnp.float32).swapaxes(1, 2)
+    beta = _read(packed.beta, segs).swapaxes(1, 2)
+    from_state = _apply_state(state, tile)
+    scores = _weighted_scores(tile, pages)
+    column = jnp.arange(pages.gate.shape[2])[None, :]
+    earlier = (column < (div(tile.place, TILE_ROWS) * TILE_ROWS)[:, None])[:, None, :, None]
+    from_block = _product("lhtj,lhjv->lhtv", scores, jnp.where(earlier, pages.value, 0.0))
+    sixteen = _sixteen(scores, pages.value, tile)
+    rhs = value - from_state[:, :, :size] - from_block[:, :, :size]
+    u, from_sixteen = _solve(rhs, sixteen, beta, tile, dtype)
+    out = from_state[:, :, size:] + from_block[:, :, size:] + from_sixteen
+    return u, out * (tile.both.shape[-1] ** -0.5)
 
 
 def log_step(inputs: LogInputs, log: GdnLog, rows: Rows) -> tuple[Float[Array, "R Hv dv"], GdnLog]:
@@ -391,22 +436,8 @@ def log_step(inputs: LogInputs, log: GdnLog, rows: Rows) -> tuple[Float[Array, "
         log, tile = _new_rows(packed, log, rows, segs)
         state = _running_states(log, carried, rows, index, segs)
         log = dataclasses.replace(log, sealed=_store(log, state, rows, index))
-        start = [div(seg.start, block) * block for seg in segs]
-        from_state = _apply_state(state, tile)
-        pages = _lane_pages(log, segs, start, block)
-        scores = _weighted_scores(tile, pages)
-        rhs = _read(packed.value, segs).astype(jnp.float32).swapaxes(1, 2)
-        beta = _read(packed.beta, segs).swapaxes(1, 2)
-        u, values = _solve(
-            rhs - from_state[:, :, :size],
-            scores[:, :, :size],
-            beta,
-            pages.value,
-            tile,
-            log.value.dtype,
-        )
-        o = from_state[:, :, size:] + _outputs(scores[:, :, size:], u, values, tile)
-        o = o * (tile.both.shape[-1] ** -0.5)
+        pages = _lane_pages(log, segs, block)
+        u, o = _tile_values(packed, tile, pages, state, segs, log.value.dtype)
         for lane, seg in enumerate(segs):
             out = put_rows(out, seg, o[lane].swapaxes(0, 1))
         return log, state, out, u
@@ -431,8 +462,9 @@ def _write_pending(log: GdnLog, rows: Rows, step: Int[Array, ""], u: Array) -> G
     return dataclasses.replace(log, value=_write_tile(log, "value", segs, u))
 
 
-def _lane_pages(log: GdnLog, segs: list[Segment], start: list[Array], count: int) -> _Pages:
-    lanes = [_pages(log, seg.slot, at, count) for seg, at in zip(segs, start, strict=True)]
+def _lane_pages(log: GdnLog, segs: list[Segment], block: int) -> _Pages:
+    """The block of each lane's tile."""
+    lanes = [_pages(log, seg.slot, div(seg.start, block) * block, block) for seg in segs]
     return jax.tree.map(lambda *parts: jnp.stack(parts), *lanes)
 
 
