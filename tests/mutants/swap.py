@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 OURS = ("pallas_kernels", "qwen_hybrid", "cache", "serve", "tests")
@@ -37,3 +38,9 @@ class Shim:
     def __getattr__(self, name: str) -> Any:
         changed = self.__dict__["_changed"]
         return changed[name] if name in changed else getattr(self.__dict__["_module"], name)
+
+
+def where_by_zero(mask: Any, x: Any, y: Any) -> Any:
+    """`jnp.where`, but what is to be zero is multiplied by it."""
+    is_zero = isinstance(y, float) and y == 0.0
+    return x * mask.astype(x.dtype) if is_zero else jnp.where(mask, x, y)
