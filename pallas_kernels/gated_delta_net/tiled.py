@@ -370,12 +370,10 @@ def _solve(
     logged = jnp.arange(TILE_ROWS)[None, :] < sixteen.offset[:, None]
     before = jnp.where(logged[:, None, :, None], sixteen.value, 0.0)
 
-    def rows_at(x: Array, at: Array) -> Array:
+    def rows_at(x: Array, at: Any) -> Array:
         return cut(x, (0, 0, at), (*x.shape[:2], GROUP_ROWS))
 
-    def group(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        value, made, outputs = carry
-        at = index * GROUP_ROWS
+    def group(at: Any, value: Float[Array, "lanes Hv 16 dv"]) -> tuple[Array, Array]:
         offset = sixteen.offset + at
         keys, queries = rows_at(sixteen.pairs, at), rows_at(sixteen.pairs, size + at)
         pairs = jnp.concatenate((keys, queries), axis=2)
@@ -389,14 +387,17 @@ def _solve(
             cut(tile.live, (0, at), (tile.live.shape[0], GROUP_ROWS)),
             dtype,
         )
-        out = taken[:, :, GROUP_ROWS:] + _own_group(inside[:, :, GROUP_ROWS:], u)
-        if size == TILE_ROWS:
-            value = paste(value, u, (0, 0, at))
-        return value, paste(made, u, (0, 0, at)), paste(outputs, out, (0, 0, at))
+        return u, taken[:, :, GROUP_ROWS:] + _own_group(inside[:, :, GROUP_ROWS:], u)
 
-    empty = jnp.zeros_like(rhs)
-    _, made, outputs = lax.fori_loop(0, size // GROUP_ROWS, group, (before, empty, empty))
-    return made, outputs
+    def next_group(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        value, outputs = carry
+        at = index * GROUP_ROWS
+        u, out = group(at, value)
+        return paste(value, u, (0, 0, at)), paste(outputs, out, (0, 0, at))
+
+    if size == GROUP_ROWS:
+        return group(0, before)
+    return lax.fori_loop(0, size // GROUP_ROWS, next_group, (before, jnp.zeros_like(rhs)))
 
 
 def _tile_values(
