@@ -60,13 +60,17 @@ def mix_rows(
     dtype = projection.qkv.dtype
     index = jnp.arange(rows.slot.shape[0], dtype=jnp.int32)
 
-    def convolve(row: Array, projection_tile: GdnProjection) -> LogInputs:
+    def convolve(row: Array, projection_tile: GdnProjection) -> dict[str, Array]:
         mixed = conv_rows(projection.qkv, state.conv, weights["conv1d"], rows, row)
         q, k, v = _split(mixed, dtype, config)
         gate, beta = _gates(weights, projection_tile)
-        return LogInputs.of(query=q, key=k, value=v, gate=gate, beta=beta)
+        return {"query": q, "key": k, "value": v, "gate": gate, "beta": beta}
 
-    out, log = log_step(map_row_tiles(convolve, rows, index, projection), state.log, rows)
+    made = map_row_tiles(convolve, rows, index, projection)
+    # A loop of its own: in one kernel with the convolution, lengths would be those of keys that are
+    # computed once more, not of the keys that are stored.
+    inputs = map_row_tiles(lambda new: LogInputs.of(**new), rows, made)
+    out, log = log_step(inputs, state.log, rows)
     return out, GdnState(write_ring(state.conv, projection.qkv, rows), log)
 
 

@@ -56,6 +56,7 @@ def merge(left: Partial, right: Partial) -> Partial:
     new = jnp.where(right.peak == -jnp.inf, 0.0, jnp.exp(right.peak - base))
     mass = product(left.mass, old) + product(right.mass, new)
     out = product(left.out, old[..., None]) + product(right.out, new[..., None])
+    out = jnp.where(jnp.isnan(left.out) | jnp.isnan(right.out), jnp.nan, out)
     empty = right.peak == -jnp.inf
     return Partial(
         peak, jnp.where(empty, left.mass, mass), jnp.where(empty[..., None], left.out, out)
