@@ -36,7 +36,7 @@ VERSION = 1
 ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 # A sharded restore reads whole chunks, and a restore holds the chunks that it reads.
 CHUNK_BYTES = 64 << 20
-MESSAGE_CHARS = 300
+MESSAGE_CHARS = 1000
 
 # Where to put a parameter, by its declaration.
 Placement = Callable[[ParamSpec], jax.sharding.Sharding]
