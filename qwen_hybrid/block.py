@@ -1,7 +1,7 @@
 """One decoder layer: a token mixer and a feed-forward part, each between norm and residual.
 
 Three stages: what each row computes alone before the mixer, the mixer along the sequence, and what
-each row computes alone after it. The paged form runs the outer stages in fixed 16-row tiles; the
+each row computes alone after it. The paged form runs the outer stages in tiles of fixed shape; the
 sequence form, differentiable, runs the same functions on whole sequences.
 """
 

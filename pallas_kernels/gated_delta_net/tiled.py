@@ -1,4 +1,4 @@
-"""The log form in its canonical order, one 16-row tile of each lane at a time.
+"""The log form in its canonical order, one tile of each lane at a time.
 
     u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{j<t} exp(G_t - G_j) (k_j.k_t) u_j)
     o_t = scale (exp(G_t) S^T q_t + sum_{j<=t} exp(G_t - G_j) (k_j.q_t) u_j)
