@@ -1,20 +1,22 @@
 """The laws in full: random schedules, scores and a second process beside golden solo runs.
 
-    python -m benchmarks.laws [--schedules 75] [--models demo demo-dense] [--dtypes ...]
+    python -m benchmarks.laws [--schedules 75] [--models demo demo-dense] [--dtypes ...] [--jobs N]
 
 Prints a table and writes benchmarks/results/laws.csv. The exit code is 1 if any bit differs.
 """
 
 import argparse
-import csv
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.record import RESULTS, processor, revision
+from benchmarks.record import RESULTS, add_machine_arguments, provenance, write_csv
 from serve.model_path import PACKAGED_MODELS
 from tests.laws.law_run import (
     DTYPES,
@@ -41,8 +43,13 @@ def second_process(run: LawRun, model: str, dtype: str, folder: Path) -> Report:
     return report
 
 
-def rows_of(model: str, dtype: str, num_schedules: int, folder: Path) -> list[dict]:
+def rows_of(model: str, dtype: str, num_schedules: int) -> list[dict]:
     """The rows of one model in one dtype."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _rows_of(model, dtype, num_schedules, Path(folder))
+
+
+def _rows_of(model: str, dtype: str, num_schedules: int, folder: Path) -> list[dict]:
     start, rows = time.monotonic(), []
 
     def add(report: Report) -> None:
@@ -80,19 +87,15 @@ def main() -> int:
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--output", type=Path, default=RESULTS / "laws.csv")
+    add_machine_arguments(parser)
     arguments = parser.parse_args()
-    print("  ".join(name.ljust(12) for name in COLUMNS))
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for model in arguments.models:
-            for dtype in arguments.dtypes:
-                rows += rows_of(model, dtype, arguments.schedules, Path(folder))
-    common = {"processor": processor(), "revision": revision()}
-    arguments.output.parent.mkdir(exist_ok=True)
-    with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *common])
-        writer.writeheader()
-        writer.writerows(row | common for row in rows)
+    print("  ".join(name.ljust(12) for name in COLUMNS), flush=True)
+    runs = itertools.product(arguments.models, arguments.dtypes, [arguments.schedules])
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+        futures = [pool.submit(rows_of, *run) for run in runs]
+        rows = [row for future in futures for row in future.result()]
+    common = provenance(arguments.revision)
+    write_csv(arguments.output, [row | common for row in rows])
     return int(any(row["first_difference"] != "none" for row in rows))
 
 

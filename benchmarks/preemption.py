@@ -11,7 +11,6 @@ writes benchmarks/results/preemption.csv; the exit code is 1 if one of these doe
 
 import argparse
 import concurrent.futures
-import csv
 import dataclasses
 import gc
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.record import RESULTS, processor, revision
+from benchmarks.record import RESULTS, provenance, write_csv
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.state import inventory, state_spec
 from serve.engine import Engine
@@ -225,12 +224,8 @@ def main() -> int:
                 "num_blocks": engine.core.scheduler.capacities.num_blocks,
                 "budget_bytes": engine.engine_config.memory_bytes,
             }
-    common = limits | {"processor": processor(), "revision": revision()}
-    arguments.output.parent.mkdir(exist_ok=True)
-    with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*tally.rows[0], *common])
-        writer.writeheader()
-        writer.writerows(row | common for row in tally.rows)
+    common = limits | provenance()
+    write_csv(arguments.output, [row | common for row in tally.rows])
     print(common)
     for problem in found:
         print("FAILED:", problem)

@@ -1,6 +1,9 @@
 """What every record says of the machine and the code."""
 
+import argparse
 import csv
+import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -30,12 +33,26 @@ def processor() -> str:
     return platform.processor()
 
 
-def write_csv(name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write rows with the same keys to a file of the results folder."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / name
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--jobs` and `--revision`."""
+    jobs = max(1, (os.cpu_count() or 1) // 2)
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes side by side")
+    parser.add_argument("--revision", default="", help="where the tree is not a git checkout")
+
+
+def provenance(given_revision: str = "") -> dict[str, str]:
+    """Columns of every row: the processor, jaxlib and the revision, unless that is given."""
+    return {
+        "processor": processor(),
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "revision": given_revision or revision(),
+    }
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with the same keys."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    return path

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from benchmarks.contenders import CONTENDERS, MAX_BATCH, Process
-from benchmarks.record import processor, revision, write_csv
+from benchmarks.record import RESULTS, provenance, write_csv
 from serve.model_path import resolve_model_path
 
 ROUNDS = 5
@@ -82,14 +82,15 @@ def main() -> int:
     if not arguments.skip_tests and not laws_are_green():
         print("the laws are red: nothing is timed", file=sys.stderr)
         return 1
-    common = {"processor": processor(), "revision": revision()}
+    common = provenance()
     rows = []
     for model in arguments.models:
         for dtype in arguments.dtypes:
             for row in measure(model, dtype):
                 rows.append(row | common)
                 print(*(f"{key}={value}" for key, value in row.items()), flush=True)
-    print(f"{common} -> {write_csv('engine.csv', rows)}")
+    write_csv(RESULTS / "engine.csv", rows)
+    print(common)
     short = [row for row in rows if row["wanted"] and row["over_transformers"] < row["wanted"]]
     for row in short:
         print(f"below what is wanted: {row}", file=sys.stderr)

@@ -1,13 +1,12 @@
 """Run the tests against deliberate bugs: every bug must make one fail.
 
-    python -m tests.mutants.run [--only NAME ...] [--output FILE]
+    python -m tests.mutants.run [--only NAME ...] [--jobs N]
 
 Prints a table and writes benchmarks/results/mutants.csv. The exit code is 1 if a mutant survives,
 if a test fails for another reason than an assertion, or if the unchanged code is red.
 """
 
 import argparse
-import csv
 import dataclasses
 import json
 import os
@@ -15,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from benchmarks.record import RESULTS, add_machine_arguments, provenance, write_csv
 from tests.mutants.mutants import BY_NAME, MUTANTS, Mutant
 from tests.source_tree import ROOT
-
-RESULTS = ROOT / "benchmarks" / "results" / "mutants.csv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,22 +88,21 @@ def main() -> int:
     """Run every mutant and the control."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], choices=[*BY_NAME], metavar="NAME")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "mutants.csv")
+    add_machine_arguments(parser)
     arguments = parser.parse_args()
     chosen = [m for m in MUTANTS if not arguments.only or m.name in arguments.only]
-    verdicts = []
-    for run in [lambda: control(chosen), *(lambda m=m: judge(m) for m in chosen)]:
-        verdict = run()
-        verdicts.append(verdict)
-        print(
-            f"{verdict.mutant:32}{verdict.verdict:10}{verdict.seconds:4} s  {verdict.killer}",
-            flush=True,
-        )
-    arguments.output.parent.mkdir(exist_ok=True)
-    with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Verdict)])
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(verdict) for verdict in verdicts)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        futures = [pool.submit(control, chosen), *(pool.submit(judge, m) for m in chosen)]
+        for future in as_completed(futures):
+            verdict = future.result()
+            print(
+                f"{verdict.mutant:32}{verdict.verdict:10}{verdict.seconds:4} s  {verdict.killer}",
+                flush=True,
+            )
+    verdicts = [future.result() for future in futures]
+    common = provenance(arguments.revision)
+    write_csv(arguments.output, [dataclasses.asdict(verdict) | common for verdict in verdicts])
     expected = ["survived"] + ["killed"] * len(chosen)
     return int([verdict.verdict for verdict in verdicts] != expected)
 
