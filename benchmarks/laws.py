@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.record import RESULTS, add_machine_arguments, provenance, write_csv
+from benchmarks.record import RESULTS, add_jobs_argument, provenance, write_csv
 from serve.model_path import PACKAGED_MODELS
 from tests.laws.law_run import (
     DTYPES,
@@ -87,14 +87,14 @@ def main() -> int:
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--output", type=Path, default=RESULTS / "laws.csv")
-    add_machine_arguments(parser)
+    add_jobs_argument(parser)
     arguments = parser.parse_args()
     print("  ".join(name.ljust(12) for name in COLUMNS), flush=True)
     runs = itertools.product(arguments.models, arguments.dtypes, [arguments.schedules])
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
         futures = [pool.submit(rows_of, *run) for run in runs]
         rows = [row for future in futures for row in future.result()]
-    common = provenance(arguments.revision)
+    common = provenance()
     write_csv(arguments.output, [row | common for row in rows])
     return int(any(row["first_difference"] != "none" for row in rows))
 

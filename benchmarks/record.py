@@ -33,19 +33,18 @@ def processor() -> str:
     return platform.processor()
 
 
-def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--jobs` and `--revision`."""
+def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--jobs`."""
     jobs = max(1, (os.cpu_count() or 1) // 2)
     parser.add_argument("--jobs", type=int, default=jobs, help="processes side by side")
-    parser.add_argument("--revision", default="", help="where the tree is not a git checkout")
 
 
-def provenance(given_revision: str = "") -> dict[str, str]:
-    """Columns of every row: the processor, jaxlib and the revision, unless that is given."""
+def provenance() -> dict[str, str]:
+    """Columns of every row: the processor, jaxlib and the revision."""
     return {
         "processor": processor(),
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "revision": given_revision or revision(),
+        "revision": revision(),
     }
 
 

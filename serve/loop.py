@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from serve.core import EngineCore
 from serve.errors import EngineDeadError
@@ -19,6 +20,8 @@ from serve.request import Request
 from serve.scheduler import Work
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Call:
@@ -69,13 +72,16 @@ class EngineLoop:
         error.__cause__ = self._cause
         return error
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Run a function in the thread, between steps, and wait for it; what it raises is raised.
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread, between steps, and return or raise what it does.
 
-        What JAX compiles depends on settings of the thread, so that programs are made where they
-        are used.
+        Whoever steps the core himself does it here, or the thread would step it too. What JAX
+        compiles depends on settings of the thread, so that programs are made where they are used.
+
+        Raises:
+          EngineDeadError: the thread has ended, or does before it comes to the function.
         """
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def answer() -> bool:
             try:
@@ -84,8 +90,13 @@ class EngineLoop:
                 future.set_exception(error)
             return True
 
-        self._inbox.put(answer)
-        future.result()
+        with self._lock:
+            self.require_open()
+            self._inbox.put(answer)
+        while not concurrent.futures.wait([future], timeout=1).done:
+            if not self._thread.is_alive():
+                raise self._ended()
+        return future.result()
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -160,8 +160,8 @@ def _arguments(args: argparse.Namespace, shapes: list[Shape]) -> dict[str, Any]:
 def _time(engine: Engine, shape: Shape) -> dict[str, Any]:
     """Run one shape twice, a few tokens to warm up and then in full; return its figures."""
     short = dataclasses.replace(shape, output_len=min(shape.output_len, WARM_UP_TOKENS))
-    _run(FixedBatch(engine, short))
-    prefill_s, steps_s = _run(FixedBatch(engine, shape))
+    _run(engine, short)
+    _, prefill_s, steps_s = _run(engine, shape)
     size = shape.batch_size
     print(f"Benchmark ... batch size {size}, input {shape.input_len}, output {shape.output_len}")
     print(f"Prefill. {_figures(prefill_s, shape.input_len * size)}")
@@ -190,10 +190,15 @@ def _time(engine: Engine, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _run(batch: FixedBatch) -> tuple[float, list[float]]:
-    """Return the seconds of the prefill and of every decode step."""
-    prefill_s = batch.prefill()
-    return prefill_s, list(batch.decode())
+def _run(engine: Engine, shape: Shape) -> tuple[FixedBatch, float, list[float]]:
+    """Run a batch; return it, the seconds of the prefill and those of every decode step."""
+
+    def timed() -> tuple[FixedBatch, float, list[float]]:
+        batch = FixedBatch(engine, shape)
+        prefill_s = batch.prefill()
+        return batch, prefill_s, list(batch.decode())
+
+    return engine.loop.call(timed)
 
 
 def _figures(seconds: float, num_tokens: int, kind: str = "") -> str:
@@ -226,8 +231,7 @@ def _compare(engine: Engine, shapes: list[Shape]) -> int:
     """Compare fixed batches with the engine's own schedule, token by token."""
     num_wrong = 0
     for shape in shapes:
-        batch = FixedBatch(engine, shape)
-        _run(batch)
+        batch, *_ = _run(engine, shape)
         prompts = shape.prompts(engine.model_config.vocab_size)
         results = cast(list, engine.generate(input_ids=prompts, sampling_params=shape.params))
         pairs = zip(batch.requests, results, strict=True)

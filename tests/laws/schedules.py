@@ -236,7 +236,7 @@ def golden_outcomes(setting: Setting, cases: list[Case]) -> list[Outcome]:
         one_program(),
         setting.engine(max_running_requests=1, chunked_prefill_size=MAX_PROMPT) as engine,
     ):
-        return [run_alone(engine, case) for case in cases]
+        return engine.loop.call(lambda: [run_alone(engine, case) for case in cases])
 
 
 def run_alone(engine: Engine, case: Case) -> Outcome:
@@ -391,6 +391,11 @@ class ScheduleRunner:
 
     def run(self, schedule: Schedule, cases: list[Case]) -> tuple[list[Outcome], Happened]:
         """Outcomes of the schedule's cases, in its order, and what happened."""
+        return self.engine.loop.call(lambda: self._run_schedule(schedule, cases))
+
+    def _run_schedule(
+        self, schedule: Schedule, cases: list[Case]
+    ) -> tuple[list[Outcome], Happened]:
         core, self._happened = self.engine.core, Happened()
         scheduler = core.scheduler
         scheduler.chunk_len = schedule.chunk_len()

@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from benchmarks.record import RESULTS, add_machine_arguments, provenance, write_csv
+from benchmarks.record import RESULTS, add_jobs_argument, provenance, write_csv
 from tests.mutants.mutants import BY_NAME, MUTANTS, Mutant
 from tests.source_tree import ROOT
 
@@ -89,7 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], choices=[*BY_NAME], metavar="NAME")
     parser.add_argument("--output", type=Path, default=RESULTS / "mutants.csv")
-    add_machine_arguments(parser)
+    add_jobs_argument(parser)
     arguments = parser.parse_args()
     chosen = [m for m in MUTANTS if not arguments.only or m.name in arguments.only]
     with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -101,7 +101,7 @@ def main() -> int:
                 flush=True,
             )
     verdicts = [future.result() for future in futures]
-    common = provenance(arguments.revision)
+    common = provenance()
     write_csv(arguments.output, [dataclasses.asdict(verdict) | common for verdict in verdicts])
     expected = ["survived"] + ["killed"] * len(chosen)
     return int([verdict.verdict for verdict in verdicts] != expected)

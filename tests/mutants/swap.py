@@ -21,8 +21,8 @@ def swap(
     """
     original = getattr(module, name)
     changed = make(original)
-    for other in list(sys.modules.values()):
-        if other is None or other.__name__.partition(".")[0] not in OURS:
+    for path, other in list(sys.modules.items()):
+        if path.partition(".")[0] not in OURS:
             continue
         for key, value in list(vars(other).items()):
             if value is original:

@@ -97,8 +97,9 @@ def test_saved_checkpoint_gives_the_same_logits_in_pieces(name: str, checkpoints
         built = build_model(config_dict(name))(torch.tensor(ids)[None]).logits[0].numpy()
     oracle = TransformersOracle(checkpoints.directory(name))
     whole, decoded = oracle.run(ids), oracle.decode(ids, [37, 1, 17])
-    np.testing.assert_allclose(whole.logits, built, rtol=0, atol=2e-6)
+    # torch picks kernels by how tensors lie in memory: on some machines, runs differ by 3e-6.
     limit = float32_parity(name).max_difference
+    np.testing.assert_allclose(whole.logits, built, rtol=0, atol=limit)
     np.testing.assert_allclose(decoded.logits, whole.logits, rtol=0, atol=limit)
     assert whole.selections.keys() == decoded.selections.keys()
     for layer, selected in whole.selections.items():

@@ -269,6 +269,10 @@ def test_bad_wishes_for_log_probabilities(no_steps, arguments, message):
 
 def run_by_hand(engine: Any, params: dict[str, Any], preempt_at: frozenset[int]) -> Request:
     """One request, made to give up its slot before the steps named."""
+    return engine.loop.call(lambda: _run_by_hand(engine, params, preempt_at))
+
+
+def _run_by_hand(engine: Any, params: dict[str, Any], preempt_at: frozenset[int]) -> Request:
     wanted = Wanted(
         return_logprob=True, logprob_start_len=2, top_logprobs_num=3, token_ids_logprob=[0, 5]
     )
