@@ -1,4 +1,7 @@
-"""One jitted step: rows in, a token and log-probabilities out for the rows that are read."""
+"""What a step gives for the rows that are read: a token, and log-probabilities.
+
+`spec.step` composes it with drafts into the one program that the engine runs.
+"""
 
 import dataclasses
 from typing import Any
@@ -15,11 +18,11 @@ from pallas_kernels.sampling import (
     Sampling,
     SlotHistory,
     choose,
-    count_tokens,
     likeliest,
     log_probabilities,
     penalized,
     top_tokens,
+    with_tokens,
 )
 from pallas_kernels.struct import struct
 from qwen_hybrid.layers import Weights
@@ -97,29 +100,47 @@ class Chosen:
     log_probability: Float[Array, "R J"]
 
 
+@struct
+class Window:
+    """The drafts among the rows of a call, which follow a row that is certain.
+
+    Attributes:
+      drafts: of each slot; those beyond the rows of the call are arbitrary.
+      first_row: packed index of the row before them.
+    """
+
+    drafts: Int[Array, "B G"]
+    first_row: Int[Array, " B"]
+
+
 def _of_slots(tree: Any, slot: Int[Array, " M"]) -> Any:
     return jax.tree.map(lambda a: take(a, slot), tree)
 
 
-def _sampled(
+def sampled(
     logits: Float[Array, "M V"],
     parameters: SlotParameters,
     history: SlotHistory,
     *,
     slot: Int[Array, " M"],
-    target: Int[Array, " M"],
     position: Int[Array, " M"],
+    before: tuple[Int[Array, "M G"], Int[Array, " M"]],
+    is_scored: Bool[Array, " M"],
 ) -> Int[Array, " M"]:
-    """The token each row samples at `position`; any for rows that have a target."""
+    """The token each row samples at `position`; any for rows that are only scored.
+
+    Args:
+      before: tokens between those that the history counts and the row's, and how many of them.
+    """
     own = _of_slots(parameters.sampling, slot)
     # A row that is only scored needs neither noise nor filters.
-    own = dataclasses.replace(own, temperature=jnp.where(target >= 0, 0.0, own.temperature))
-    changes = take(parameters.penalties.in_use, slot) & (target < 0)
+    own = dataclasses.replace(own, temperature=jnp.where(is_scored, 0.0, own.temperature))
+    changes = take(parameters.penalties.in_use, slot) & ~is_scored
 
     def change(logits: Array) -> Array:
         penalties = _of_slots(parameters.penalties, slot)
-        marks, bias = take(history.marks, slot), take(history.bias, slot)
-        return penalized(logits, marks, bias, penalties, position)
+        marks = with_tokens(take(history.marks, slot), *before)
+        return penalized(logits, marks, take(history.bias, slot), penalties, position)
 
     def sample(logits: Array) -> Array:
         scores = lax.cond(jnp.any(changes), change, lambda x: x, logits)
@@ -151,54 +172,39 @@ def _log_probabilities(
     return lax.cond(jnp.any(take(wanted.any, slot)), some, none, logits)
 
 
-def step(
-    model: HybridModel,
-    state_config: StateConfig,
-    params: Weights,
-    state: ModelState,
-    history: SlotHistory,
-    call: Call,
+def choose_tokens(
+    bound: HybridModel,
+    x: Float[Array, "R _"],
+    rows: Rows,
     reads: Reads,
     parameters: SlotParameters,
-) -> tuple[Chosen, ModelState, SlotHistory]:
-    """Compute the rows of a call and choose a token for each row that is read.
+    history: SlotHistory,
+    window: Window,
+) -> Chosen:
+    """Choose a token for each row that is read, as the history and the drafts before it have it.
 
-    Rows are not committed; sampled tokens are counted in the history.
-
-    Donates: `state` and `history`, where the caller jits it so.
+    Args:
+      bound: the model with its parameters.
+      x: rows before the last norm or mixer.
     """
-    bound = model.bind({"params": params})
-    x, rows, state = bound(call, state, state_config)
 
-    def choose_rows(row: Array, target: Array) -> Chosen:
+    def of_tile(row: Array, target: Array) -> Chosen:
         logits = bound.head(bound.final(take(x, row)))
-        slot, position = take(rows.slot, row), take(rows.position, row) + 1
-        token = _sampled(logits, parameters, history, slot=slot, target=target, position=position)
+        slot = take(rows.slot, row)
+        drafts, num_before = take(window.drafts, slot), row - take(window.first_row, slot)
+        token = sampled(
+            logits,
+            parameters,
+            history,
+            slot=slot,
+            position=take(rows.position, row) + 1,
+            before=(drafts, num_before),
+            is_scored=target >= 0,
+        )
         given = jnp.where(target >= 0, target, token)
         return Chosen(token, *_log_probabilities(logits, parameters.wanted, slot, given))
 
-    chosen = map_tiles(choose_rows, reads.count, reads.row, reads.target)
-    return chosen, state, _counted(history, chosen.token, rows, call, reads, parameters)
-
-
-def _counted(
-    history: SlotHistory,
-    token: Int[Array, " R"],
-    rows: Rows,
-    call: Call,
-    reads: Reads,
-    parameters: SlotParameters,
-) -> SlotHistory:
-    """The history after a step's tokens; nothing is done unless someone reads it."""
-    is_read = jnp.any(parameters.penalties.in_use & (call.count > 0))
-    marks = count_tokens(
-        history.marks,
-        take(rows.slot, reads.row),
-        token,
-        reads.target < 0,
-        jnp.where(is_read, reads.count, 0),
-    )
-    return dataclasses.replace(history, marks=marks)
+    return map_tiles(of_tile, reads.count, reads.row, reads.target)
 
 
 def logits(

@@ -15,3 +15,4 @@ from pallas_kernels.sampling.penalties import count_tokens as count_tokens
 from pallas_kernels.sampling.penalties import history_spec as history_spec
 from pallas_kernels.sampling.penalties import penalized as penalized
 from pallas_kernels.sampling.penalties import with_slot as with_slot
+from pallas_kernels.sampling.penalties import with_tokens as with_tokens

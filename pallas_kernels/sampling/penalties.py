@@ -104,6 +104,18 @@ def penalized(
     return jnp.where(penalties.in_use[:, None], x, logits)
 
 
+def with_tokens(
+    marks: Int[Array, "M V"], tokens: Int[Array, "M G"], count: Int[Array, " M"]
+) -> Int[Array, "M V"]:
+    """Marks of rows with the first `count` tokens of each counted as generated."""
+    num_rows, width = tokens.shape
+    if width == 0:
+        return marks
+    more = jnp.where(jnp.arange(width)[None, :] < count[:, None], GENERATED, 0)
+    row = jnp.arange(num_rows, dtype=tokens.dtype)[:, None]
+    return marks.at[row, tokens].add(more.astype(marks.dtype), mode="drop")
+
+
 def count_tokens(
     marks: Int[Array, "B V"],
     slot: Int[Array, " R"],
