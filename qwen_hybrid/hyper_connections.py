@@ -16,6 +16,17 @@ def spread(x: Float[Array, "T D"], config: HybridConfig) -> Float[Array, "T ND"]
     return jnp.tile(x, (1, config.hyper_connection.count))
 
 
+def mean(streams: Float[Array, "T ND"], config: HybridConfig) -> Float[Array, "T D"]:
+    """Average the streams in float32, in their order; one rounding."""
+    assert config.hyper_connection is not None
+    count = config.hyper_connection.count
+    parts = streams.astype(jnp.float32).reshape(streams.shape[0], count, -1)
+    total = parts[:, 0]
+    for stream in range(1, count):
+        total = total + parts[:, stream]
+    return (total / count).astype(streams.dtype)
+
+
 def read(
     weights: Weights, streams: Float[Array, "T ND"], config: HybridConfig
 ) -> tuple[Float[Array, "T D"], Float[Array, "T ND"]]:

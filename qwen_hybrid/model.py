@@ -14,6 +14,7 @@ from pallas_kernels.struct import struct
 from qwen_hybrid import hyper_connections, ple
 from qwen_hybrid.block import BlockTrace, block_rows, block_sequence
 from qwen_hybrid.config import HybridConfig
+from qwen_hybrid.layer_config import check
 from qwen_hybrid.layers import declare
 from qwen_hybrid.mtp import MtpHead
 from qwen_hybrid.params import layer_specs, model_specs
@@ -83,12 +84,14 @@ class SequenceOutput:
       hidden: what the head reads.
       residual: rows before the last norm or mixer (all streams in qwen4_exp).
       traces: per layer, what auxiliary losses need, if asked for.
+      taps: the residual rows after each of `HybridModel.tap_layers`, concatenated; None without.
     """
 
     logits: Float[Array, "*B T V"]
     hidden: Float[Array, "*B T D"]
     residual: Float[Array, "*B T _"]
     traces: tuple[BlockTrace, ...]
+    taps: Float[Array, "*B T _"] | None
 
 
 class HybridModel(nn.Module):
@@ -99,13 +102,22 @@ class HybridModel(nn.Module):
     Attributes:
       config: architecture.
       dtype: activation dtype.
+      tap_layers: layers whose residual rows are returned too, ascending; -1 is the embedding. Of
+        several streams it is their mean.
     """
 
     config: HybridConfig
     dtype: str = "float32"
+    tap_layers: tuple[int, ...] = ()
 
     def setup(self) -> None:
         config = self.config
+        check(
+            list(self.tap_layers) == sorted({*self.tap_layers} & {*range(-1, config.num_layers)}),
+            "tap_layers must ascend from -1 (the embedding) to the last layer",
+            tap_layers=self.tap_layers,
+            num_layers=config.num_layers,
+        )
         specs = model_specs(config)
         top = {k: v for k, v in specs.items() if not k.startswith("layers_") and k != "mtp"}
         self.top = declare(self, top, self.dtype)
@@ -119,31 +131,44 @@ class HybridModel(nn.Module):
 
     def __call__(
         self, call: Call, state: ModelState, state_config: StateConfig
-    ) -> tuple[Float[Array, "R _"], Rows, ModelState]:
+    ) -> tuple[Float[Array, "R _"], Rows, ModelState, Float[Array, "R _"] | None]:
         """Compute the rows of a call: prefill, decode and verify alike.
 
         Rows are written beyond each slot's committed length, which does not change: `commit`
         moves it. Due seals are stored first.
 
         Returns:
-          Rows before the last norm or mixer, how they are laid out, and the new state.
+          Rows before the last norm or mixer, how they are laid out, the new state, and the rows
+          of `tap_layers` side by side (None without).
         """
         rows, seals = plan(call, state.sequences, state_config)
         x = map_row_tiles(self._start, rows, call.ids)
-        layers = []
+        layers, outputs = [], [x]
         for layer, entry in zip(self.layers, state.layers, strict=True):
             x, entry = layer(x, entry, rows, call.ids, state.ids)
             layers.append(entry)
+            outputs.append(x)
+        taps = self._tapped(outputs)
         ids = None if state.ids is None else write_ring(state.ids, call.ids, rows)
         sequences = apply_seals(state.sequences, seals)
         state = dataclasses.replace(state, sequences=sequences, layers=tuple(layers), ids=ids)
-        return x, rows, state
+        return x, rows, state, map_row_tiles(self._side_by_side, rows, *taps) if taps else None
 
     def _start(self, ids: Array) -> Array:
         x = self.embed(ids)
         return (
             x if self.config.hyper_connection is None else hyper_connections.spread(x, self.config)
         )
+
+    def _tapped(self, outputs: list[Array]) -> list[Array]:
+        """Choose among the embedding and what each layer gave."""
+        return [outputs[1 + layer] for layer in self.tap_layers]
+
+    def _side_by_side(self, *taps: Array) -> Array:
+        """Residual rows as drafters read them: of several streams the mean."""
+        if self.config.hyper_connection is not None:
+            taps = tuple(hyper_connections.mean(x, self.config) for x in taps)
+        return jnp.concatenate(taps, axis=-1)
 
     def final(self, x: Float[Array, "T _"]) -> Float[Array, "T D"]:
         """What the head reads, row by row: the last norm, or the output mixer."""
@@ -168,11 +193,14 @@ class HybridModel(nn.Module):
 
         def one(ids: Array) -> SequenceOutput:
             x, traces = self._start(ids), []
+            outputs = [x]
             for layer in self.layers:
                 x, entry = layer.sequence(x, ids, dense=dense_attention, trace=trace)
                 traces.append(entry)
+                outputs.append(x)
             hidden = self.final(x)
-            return SequenceOutput(self.head(hidden), hidden, x, tuple(traces))
+            taps = self._side_by_side(*self._tapped(outputs)) if self.tap_layers else None
+            return SequenceOutput(self.head(hidden), hidden, x, tuple(traces), taps)
 
         return jax.vmap(one)(ids)
 

@@ -216,5 +216,5 @@ def logits(
 ) -> tuple[Float[Array, "R V"], ModelState]:
     """Logits of every row of a call, float32; rows beyond the call's are arbitrary."""
     bound = model.bind({"params": params})
-    x, rows, state = bound(call, state, state_config)
+    x, rows, state, _ = bound(call, state, state_config)
     return map_tiles(lambda x: bound.head(bound.final(x)), rows.num_rows, x), state
