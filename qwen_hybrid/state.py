@@ -241,8 +241,8 @@ class InventoryEntry:
 
     Attributes:
       path: where it sits in the tree.
-      kind: kv, index_keys, raw_index_keys, recurrent_state, log, conv_state, ple_conv_state, ids
-        or sequences.
+      kind: kv, index_keys, raw_index_keys, recurrent_state, log, conv_state, ple_conv_state, ids,
+        draft or sequences.
       per: what its first axis counts: block, state_slot or slot.
       num_bytes: its size.
     """
@@ -264,11 +264,13 @@ _KINDS = (
     (".conv", "conv_state", "slot"),
     (".ple", "ple_conv_state", "slot"),
     (".ids", "ids", "slot"),
+    (".first", "draft", "slot"),
+    (".hidden", "draft", "slot"),
 )
 
 
-def inventory(spec: ModelState) -> list[InventoryEntry]:
-    """List every array of a state with its kind and size.
+def inventory(spec: Any) -> list[InventoryEntry]:
+    """List every array of a state, the target's or a drafter's, with its kind and size.
 
     Raises:
       ValueError: an array no kind is declared for; it could be neither budgeted nor cached.

@@ -40,6 +40,7 @@ class EngineCore:
         """End a request, wherever it is; a finished one stays as it is."""
         request.finish({"type": "abort", "message": message, "status_code": None})
         self.scheduler.release(request)
+        self.runner.speculation.forget(request)
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request because of an exception, which its caller will get."""
@@ -81,8 +82,8 @@ class EngineCore:
           The requests that took part; the finished ones are released.
         """
         # Every state that a seal replaced goes back before a digest may need a slot for its own.
-        for item in work:
-            self.scheduler.commit(item)
+        for item, result in zip(work, results, strict=True):
+            self.scheduler.commit(item, result.num_committed, result.sealed_len)
         for result in results:
             self._take(result)
         return [item.request for item in work]
@@ -124,6 +125,7 @@ class EngineCore:
             if request.return_state_digest:
                 request.state_digests = self._digests(request)
             self.scheduler.release(request)
+            self.runner.speculation.forget(request)
 
     def _digests(self, request: Request) -> dict[str, str]:
         depth, size = request.committed_len, self.scheduler.capacities.block_size

@@ -34,6 +34,7 @@ from serve.results import meta_info
 from serve.runner import Runner
 from serve.sampling_params import SamplingParams
 from serve.scheduler import Capacities, Scheduler
+from serve.speculation import make_speculation
 from serve.streams import AsyncWaiter, PartReader, Result, Waiter
 from serve.tokenizer import Tokenizer
 
@@ -96,7 +97,15 @@ class Engine:
         state_config = resolve(self.engine_config, self.model_config, dtype)
         self.numerics: Numerics = numerics(state_config)
         _log.info("numerics %s", self.numerics.describe())
-        runner = Runner(self.model_config, params, state_config, self.engine_config.row_buckets)
+        speculation = make_speculation(
+            self.model_config,
+            algorithm=self.engine_config.algorithm,
+            width=self.engine_config.window,
+            debug=self.engine_config.speculative_debug,
+        )
+        runner = Runner(
+            self.model_config, params, state_config, self.engine_config.row_buckets, speculation
+        )
         scheduler = Scheduler(_capacities(state_config, self.engine_config))
         self.context_length = longest_text(self.engine_config, self.model_config)
         eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
@@ -418,7 +427,7 @@ class Engine:
         return {"error": {"message": str(error), "type": type(error).__name__, "index": index}}
 
     def _result(self, request: Request) -> Result:
-        info = meta_info(request, self.tokenizer)
+        info = meta_info(request, self.tokenizer, self.engine_config.window)
         if request.state_digests is not None:
             info["state_digest"] = combined(request.state_digests)
         result: Result = {"output_ids": list(request.output_ids), "meta_info": info}
@@ -445,4 +454,5 @@ def _capacities(state: StateConfig, config: EngineConfig) -> Capacities:
         log_rows=state.log_rows,
         max_rows=config.max_rows,
         prefill_rows=config.chunked_prefill_size,
+        num_drafts=config.window - 1,
     )

@@ -12,6 +12,7 @@ from pallas_kernels.sampling import history_spec
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.host_memory import check_fits
 from qwen_hybrid.state import StateConfig, inventory, state_spec
+from serve.speculation import NEXTN, Debug, algorithm_of, make_speculation, width_of
 
 # Of one step, and of one block: beyond it no machine has the memory.
 MAX_ROWS = 1 << 20
@@ -46,6 +47,10 @@ class EngineConfig:
         length can use, at most 1 GiB.
       dtype: activation dtype: auto (the checkpoint's), float32 or bfloat16.
       state_dtype: storage of sealed states.
+      speculative_algorithm: NEXTN (also MTP), NGRAM, or None to draft nothing.
+      speculative_num_draft_tokens: rows of a verify window: the drafts, and the target's own
+        token; None for the algorithm's default.
+      speculative_debug: drafts for diagnosis: reject, accept:N, oracle, adversarial:K or random.
     """
 
     max_running_requests: int = 8
@@ -55,6 +60,9 @@ class EngineConfig:
     memory_bytes: int | None = None
     dtype: str = "auto"
     state_dtype: str = "float32"
+    speculative_algorithm: str | None = None
+    speculative_num_draft_tokens: int | None = None
+    speculative_debug: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "chunked_prefill_size"):
@@ -70,16 +78,29 @@ class EngineConfig:
         known = [d.value for d in StateDtype]
         if self.state_dtype not in known:
             raise ValueError(f"state_dtype must be one of {known}, got {self.state_dtype!r}")
+        if self.speculative_debug is not None:
+            Debug.parse(self.speculative_debug)
+        _ = self.window
+
+    @property
+    def algorithm(self) -> str | None:
+        """The speculative algorithm by its own name."""
+        return algorithm_of(self.speculative_algorithm)
+
+    @property
+    def window(self) -> int:
+        """Rows of a generating request in a step, at most."""
+        return width_of(self.algorithm, self.speculative_debug, self.speculative_num_draft_tokens)
 
     @property
     def max_rows(self) -> int:
         """Rows of the widest step."""
-        return _tiles(self.max_running_requests + self.chunked_prefill_size)
+        return _tiles(self.max_running_requests * self.window + self.chunked_prefill_size)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
         """Row counts that programs are compiled for, ascending."""
-        return tuple(sorted({_tiles(self.max_running_requests), self.max_rows}))
+        return tuple(sorted({_tiles(self.max_running_requests * self.window), self.max_rows}))
 
 
 def longest_text(config: EngineConfig, model: HybridConfig) -> int:
@@ -136,10 +157,15 @@ def size_pools(config: EngineConfig, model: HybridConfig, dtype: str) -> tuple[S
         num_state_slots=1 + slots + max(1, -(-slots // 8)),
         blocks_per_slot=per_slot,
         block_size=config.block_size,
+        max_window=config.window,
+        with_mtp=config.algorithm == NEXTN,
         dtype=dtype,
         state_dtype=StateDtype(config.state_dtype),
     )
-    entries = inventory(state_spec(model, smallest))
+    drafter = make_speculation(
+        model, algorithm=config.algorithm, width=config.window, debug=config.speculative_debug
+    ).drafter
+    entries = inventory((state_spec(model, smallest), drafter.state_spec(smallest)))
     fixed = sum(e.num_bytes for e in entries if e.per != "block")
     history = history_spec(slots, model.vocab_size)
     fixed += sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(history))

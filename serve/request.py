@@ -20,6 +20,43 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclasses.dataclass
+class SpecCounts:
+    """What became of the drafts for a request.
+
+    Attributes:
+      num_rounds: steps while it was generating.
+      num_verified: drafts that were verified.
+      num_accepted: of those, accepted.
+      histogram: rounds by accepted drafts.
+      verified_at, accepted_at: drafts by their place in the round.
+    """
+
+    num_rounds: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    histogram: list[int] = dataclasses.field(default_factory=list)
+    verified_at: list[int] = dataclasses.field(default_factory=list)
+    accepted_at: list[int] = dataclasses.field(default_factory=list)
+
+    def saw(self, result: "StepResult") -> None:
+        """Count a round."""
+        self.num_rounds += 1
+        self.num_verified += result.num_drafts
+        self.num_accepted += result.num_accepted
+        _count(self.histogram, result.num_accepted)
+        for at in range(result.num_drafts):
+            _count(self.verified_at, at)
+        for at in range(result.num_accepted):
+            _count(self.accepted_at, at)
+
+
+def _count(counts: list[int], at: int) -> None:
+    """Add one at an index, which may be beyond the end."""
+    counts.extend([0] * (at + 1 - len(counts)))
+    counts[at] += 1
+
+
 @dataclasses.dataclass(eq=False)
 class Request:
     """A request and its progress.
@@ -59,6 +96,8 @@ class Request:
       num_retractions: preemptions so far.
       preempted_at: output tokens at the last preemption, or -1.
       num_admissions: how often it got a slot.
+      spec: what became of the drafts for it.
+      replay_ids: what to draft, for diagnosis: the output that is expected.
     """
 
     rid: str
@@ -95,6 +134,8 @@ class Request:
     num_retractions: int = 0
     preempted_at: int = -1
     num_admissions: int = 0
+    spec: SpecCounts = dataclasses.field(default_factory=SpecCounts)
+    replay_ids: tuple[int, ...] = ()
     arrived_s: float = dataclasses.field(default_factory=time.monotonic)
     started_s: float | None = None
     first_token_s: float | None = None
@@ -111,10 +152,15 @@ class Request:
         return self.prompt_len + max(self.params.max_new_tokens - 1, 0)
 
     @property
+    def most_rows(self) -> int:
+        """Rows that its tokens so far can be: the newest token is none yet."""
+        return self.prompt_len + max(len(self.output_ids) - 1, 0)
+
+    @property
     def prefill_len(self) -> int:
         """Rows to compute before a token can be sampled: the prompt's, after a preemption those of
         the output but its last token too."""
-        return self.prompt_len + max(len(self.output_ids) - 1, 0)
+        return self.most_rows
 
     @property
     def remaining_prefill(self) -> int:
@@ -130,6 +176,11 @@ class Request:
     def is_finished(self) -> bool:
         """No more tokens will come."""
         return self.status is Status.FINISHED
+
+    def token_at(self, position: int) -> int:
+        """The token at a position that it has come to."""
+        at = position - self.prompt_len
+        return self.output_ids[at] if at >= 0 else self.prompt_ids[position]
 
     def next_ids(self, count: int) -> list[int]:
         """The next `count` tokens to become rows."""
@@ -192,6 +243,11 @@ class Request:
             self.output_top_logprobs.extend(result.sampled.top[at : at + 1])
             self.output_token_ids_logprobs.extend(result.sampled.token_ids[at : at + 1])
             self._take_token(token)
+        if result.is_round:
+            self.spec.saw(result)
+        if self.is_finished and self.output_ids:
+            # A stop in the text may come before the last row that the step made final.
+            self.committed_len = min(self.committed_len, self.most_rows)
         if self.params.max_new_tokens == 0 and self.committed_len >= self.prompt_len:
             self.finish({"type": "length", "length": 0})
 
@@ -241,9 +297,19 @@ class StepResult:
       tokens: sampled, in order; empty if no row was read for that.
       sampled: of those, where the request wants log-probabilities.
       scored: of prompt tokens after its rows, where it wants them.
+      num_committed: its rows that are final.
+      sealed_len: boundary of its sealed state.
+      is_round: it was generating, with drafts to verify or without.
+      num_drafts: drafts that were verified.
+      num_accepted: drafts among the tokens.
     """
 
     request: Request
     tokens: list[int] = dataclasses.field(default_factory=list)
     sampled: Logprobs = Logprobs()
     scored: Logprobs = Logprobs()
+    num_committed: int = 0
+    sealed_len: int = 0
+    is_round: bool = False
+    num_drafts: int = 0
+    num_accepted: int = 0

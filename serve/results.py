@@ -69,8 +69,32 @@ def _timing(request: Request) -> dict[str, float]:
     return timing
 
 
-def meta_info(request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Everything about a request but its text and ids."""
+def _speculation(request: Request, width: int) -> dict[str, Any]:
+    """What became of the drafts, by SGLang's names; rates are of the full width."""
+    counts = request.spec
+    proposed = counts.num_rounds * (width - 1)
+    return {
+        "spec_verify_ct": counts.num_rounds,
+        "spec_num_proposed_drafts": proposed,
+        "spec_num_correct_drafts": counts.num_accepted,
+        "spec_accept_rate": counts.num_accepted / proposed if proposed else 0.0,
+        "spec_accept_length": (
+            len(request.output_ids) / counts.num_rounds if counts.num_rounds else 0.0
+        ),
+        "spec_correct_drafts_histogram": list(counts.histogram),
+        # The name before SGLang 0.5.
+        "spec_accept_histogram": list(counts.histogram),
+        "spec_verified_by_position": list(counts.verified_at),
+        "spec_accepted_by_position": list(counts.accepted_at),
+    }
+
+
+def meta_info(request: Request, tokenizer: Tokenizer | None, window: int = 1) -> dict[str, Any]:
+    """Everything about a request but its text and ids.
+
+    Args:
+      window: rows of a verify window; 1 without speculation.
+    """
     info: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": request.finish_reason,
@@ -83,6 +107,8 @@ def meta_info(request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
         **_input_logprobs(request, tokenizer),
         **_output_logprobs(request, tokenizer),
     }
+    if window > 1:
+        info |= _speculation(request, window)
     if request.state_digests is not None:
         info["state_digests"] = request.state_digests
     return info

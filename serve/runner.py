@@ -14,16 +14,45 @@ from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.model import HybridModel
 from qwen_hybrid.params import ParamTree
 from qwen_hybrid.prepare import prepare
-from qwen_hybrid.state import Call, Sequences, StateConfig, commit, init_state
-from qwen_hybrid.step import COMPILER_OPTIONS, Chosen, Reads, step
+from qwen_hybrid.state import Sequences, StateConfig, init_state
+from qwen_hybrid.step import COMPILER_OPTIONS, Chosen, Reads
 from serve.request import Logprobs, Pair, Request, StepResult
 from serve.sampling_slots import SamplingSlots
 from serve.scheduler import Work
+from serve.speculation import Speculation
+from spec import SpecCall, SpecState, StepOutput, Target, step
 
 _log = logging.getLogger(__name__)
 
 # The target of a row that samples a token.
 SAMPLE = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """The rows of a step in the host's packing.
+
+    Attributes:
+      items: by slot.
+      ids: of all certain rows.
+      reads: (row, target) of those that are read.
+      spans: by item, where its reads begin and end.
+    """
+
+    items: list[Work]
+    ids: list[int]
+    reads: list[tuple[int, int]]
+    spans: list[tuple[int, int]]
+
+
+def _packed(work: list[Work]) -> _Packed:
+    packed = _Packed(sorted(work, key=lambda item: item.request.slot), [], [], [])
+    for item in packed.items:
+        first = len(packed.reads)
+        packed.reads.extend(_reads(item, len(packed.ids)))
+        packed.spans.append((first, len(packed.reads)))
+        packed.ids.extend(item.ids)
+    return packed
 
 
 class Runner:
@@ -35,6 +64,7 @@ class Runner:
         params: ParamTree,
         state_config: StateConfig,
         row_buckets: tuple[int, ...],
+        speculation: Speculation,
     ):
         """Allocate the state and get the programs ready to compile.
 
@@ -42,29 +72,35 @@ class Runner:
           row_buckets: row counts to compile for, ascending; the last bounds a step.
         """
         self.config, self.state_config, self.row_buckets = config, state_config, row_buckets
+        self.speculation = speculation
         self.num_compiles = self.num_late_compiles = 0
         self._is_warm = False
-        model = HybridModel(config, state_config.dtype)
-        self._params = prepare(params)
+        drafter = speculation.drafter
+        model = HybridModel(config, state_config.dtype, drafter.tap_layers)
+        self._params = prepare(params), prepare(speculation.params)
         # Where parameters are loaded to, and with them what a step returns: a state that JAX may
         # still move would make the first step after the warm-up another program.
         device = jax.local_devices()[0]
         self._state = jax.device_put(init_state(config, state_config), device)
+        spec = drafter.state_spec(state_config)
+        self._draft = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), spec)
+        self._draft = jax.device_put(self._draft, device)
         self._step = jax.jit(
             functools.partial(self._traced_step, model),
-            donate_argnums=(1, 2),
+            donate_argnums=1,
             compiler_options=COMPILER_OPTIONS,
         )
         self._extract = jax.jit(self._traced_extract)
-        self._sampling = SamplingSlots(state_config.num_slots, config.vocab_size)
+        self._sampling = SamplingSlots(
+            state_config.num_slots, config.vocab_size, marks_ends=drafter.num_drafts > 0
+        )
         self._sampling.history = jax.device_put(self._sampling.history, device)
 
-    def _traced_step(self, model: HybridModel, params, state, history, call, reads, parameters):
+    def _traced_step(self, model: HybridModel, params, state, call, reads, parameters):
         self._compiles(f"a step of {call.ids.shape[0]} rows")
-        chosen, state, history = step(
-            model, self.state_config, params, state, history, call, reads, parameters
-        )
-        return chosen, commit(state, call.certain), history
+        own, draft = params
+        target = Target(model.bind({"params": own}), self.state_config, draft)
+        return step(target, self.speculation.drafter, state, call, reads, parameters)
 
     def _traced_extract(self, state, slot):
         self._compiles("the extract of a slot's state")
@@ -83,39 +119,29 @@ class Runner:
         """Compile every program before the first request."""
         self._sampling.warm_up()
         for rows in self.row_buckets:
-            nothing = np.zeros(self.state_config.num_slots, np.int32)
-            self._call(rows, np.zeros(0, np.int32), nothing, [], nothing.astype(bool), [])
+            self._call(rows, _packed([]), self._spec_call(rows, _packed([])))
         jax.block_until_ready(self._extract(self._state, np.zeros((), np.int32)))
         self._is_warm = True
 
     def run(self, work: list[Work]) -> list[StepResult]:
-        """Compute the rows of a step and commit them."""
-        by_slot = sorted(work, key=lambda item: item.request.slot)
-        ids: list[int] = []
-        count = np.zeros(self.state_config.num_slots, np.int32)
-        reads: list[tuple[int, int]] = []
-        spans: list[tuple[Work, int, int]] = []
-        for item in by_slot:
-            first = len(reads)
-            reads.extend(_reads(item, len(ids)))
-            spans.append((item, first, len(reads)))
-            ids.extend(item.ids)
-            count[item.request.slot] = len(item.ids)
-        rows = next(bucket for bucket in self.row_buckets if bucket >= len(ids))
-        no_seal = np.zeros(count.shape, bool)
-        requests = [item.request for item in by_slot]
-        chosen = self._call(rows, np.asarray(ids, np.int32), count, reads, no_seal, requests)
-        targets = [target for _, target in reads]
+        """Compute the rows of a step and commit them; results in the order of the work."""
+        packed = _packed(work)
+        num_rows = sum(item.num_rows for item in work)
+        rows = next(bucket for bucket in self.row_buckets if bucket >= num_rows)
+        output = self._call(rows, packed, self._spec_call(rows, packed))
         # Most steps want tokens alone: the rest stays where it is.
-        if not any(request.wants_logprobs for request in requests):
-            tokens = jax.device_get(chosen.token).tolist()
-            return [StepResult(item.request, tokens[a:b]) for item, a, b in spans]
-        chosen = jax.device_get(chosen)
-        return [_result(item.request, chosen, a, targets[a:b]) for item, a, b in spans]
+        wants_all = any(item.request.wants_logprobs for item in work)
+        given = output if wants_all else dataclasses.replace(output, chosen=None)
+        given = jax.device_get(given)
+        first_draft, by_request = len(packed.reads), {}
+        for item, span in zip(packed.items, packed.spans, strict=True):
+            by_request[item.request] = _result(item, given, packed.reads, span, first_draft)
+            first_draft += int(given.proposal.count[item.request.slot])
+        return [by_request[item.request] for item in work]
 
     def is_whole(self) -> bool:
         """Whether the decode state is there and valid after a step that raised."""
-        held = jax.tree.leaves((self._state, self._sampling.history))
+        held = jax.tree.leaves((self._state, self._sampling.history, self._draft))
         leaves = [leaf for leaf in held if isinstance(leaf, jax.Array)]
         if any(leaf.is_deleted() for leaf in leaves):
             return False
@@ -126,32 +152,55 @@ class Runner:
             return False
         return True
 
-    def _call(
-        self,
-        rows: int,
-        ids: np.ndarray,
-        count: Any,
-        reads: list[tuple[int, int]],
-        seal_only: Any,
-        requests: list[Request],
-    ) -> Chosen:
-        packed: Any = np.zeros((3, rows), np.int32)
-        packed[0, : len(ids)] = ids
-        packed[2] = SAMPLE
-        for i, (row, target) in enumerate(reads):
-            packed[1, i], packed[2, i] = row, target
+    def _spec_call(self, rows: int, packed: _Packed) -> SpecCall:
+        """The rows of a step as the device takes them."""
+        slots, width = self.state_config.num_slots, self.speculation.drafter.num_drafts
+        numbers: Any = np.zeros((6, slots), np.int32)
+        count, next_id, max_drafts, num_drafts, most, least = numbers
+        ids: Any = np.zeros(rows, np.int32)
+        drafts: Any = np.zeros((slots, width), np.int32)
+        ids[: len(packed.ids)] = packed.ids
+        next_id[:], most[:] = -1, width
+        for item in packed.items:
+            slot = item.request.slot
+            count[slot], max_drafts[slot] = len(item.ids), item.max_drafts
+            next_id[slot] = _next_id(item)
+            if item.max_drafts:
+                given = self.speculation.given(item.request, item.max_drafts)
+                num_drafts[slot] = len(given.tokens)
+                drafts[slot, : len(given.tokens)] = given.tokens
+                most[slot], least[slot] = given.max_accepted, given.min_accepted
+        return build(
+            SpecCall,
+            ids=ids,
+            count=count,
+            seal_only=np.zeros(slots, bool),
+            next_id=next_id,
+            max_drafts=max_drafts,
+            drafts=drafts,
+            num_drafts=num_drafts,
+            max_accepted=most,
+            min_accepted=least,
+        )
+
+    def _call(self, rows: int, packed: _Packed, call: SpecCall) -> StepOutput:
+        reads: Any = np.zeros((2, rows), np.int32)
+        reads[1] = SAMPLE
+        for i, (row, target) in enumerate(packed.reads):
+            reads[0, i], reads[1, i] = row, target
+        num_reads: Any = np.asarray(len(packed.reads), np.int32)
+        requests = [item.request for item in packed.items]
         self._sampling.assign(requests)
-        state = dataclasses.replace(self._state, sequences=self._sequences(requests))
-        num_reads: Any = np.asarray(len(reads), np.int32)
-        chosen, self._state, self._sampling.history = self._step(
+        model = dataclasses.replace(self._state, sequences=self._sequences(requests))
+        output, state = self._step(
             self._params,
-            state,
-            self._sampling.history,
-            build(Call, ids=packed[0], count=count, certain=count, seal_only=seal_only),
-            build(Reads, row=packed[1], target=packed[2], count=num_reads),
+            SpecState(model, self._sampling.history, self._draft),
+            call,
+            build(Reads, row=reads[0], target=reads[1], count=num_reads),
             self._sampling.parameters,
         )
-        return chosen
+        self._state, self._sampling.history, self._draft = state.model, state.history, state.draft
+        return output
 
     def _sequences(self, requests: list[Request]) -> Sequences:
         """Where the slots of a call stand; the others compute nothing."""
@@ -178,11 +227,12 @@ class Runner:
         """
         sc = self.state_config
         if depth // sc.block_size * sc.block_size > request.sealed_len:
-            mark = np.zeros(sc.num_slots, bool)
-            mark[request.slot] = True
-            nothing = np.zeros(sc.num_slots, np.int32)
-            empty = np.zeros(0, np.int32)
-            self._call(self.row_buckets[0], empty, nothing, [], mark, [request])
+            rows = self.row_buckets[0]
+            # No rows, only the request's place.
+            packed = _Packed([Work(request, [], is_last=False)], [], [], [])
+            call = self._spec_call(rows, packed)
+            call.seal_only[request.slot] = True
+            self._call(rows, packed, call)
         else:
             sequences = self._sequences([request])
             self._state = dataclasses.replace(self._state, sequences=sequences)
@@ -207,21 +257,53 @@ def _reads(item: Work, first_row: int) -> list[tuple[int, int]]:
     return reads
 
 
-def _result(request: Request, chosen: Chosen, first: int, targets: list[int]) -> StepResult:
-    """What the reads from `first` on give a request."""
-    num_scored = sum(target != SAMPLE for target in targets)
-    middle, end = first + num_scored, first + len(targets)
+def _next_id(item: Work) -> int:
+    """The token after the rows of a request, or -1 where the last of them samples it."""
+    request = item.request
+    at = request.committed_len + len(item.ids)
+    if at == request.prompt_len + len(request.output_ids):
+        return SAMPLE
+    return request.token_at(at)
+
+
+def _result(
+    item: Work,
+    given: StepOutput,
+    reads: list[tuple[int, int]],
+    span: tuple[int, int],
+    first_draft: int,
+) -> StepResult:
+    """What a step gave a request.
+
+    Args:
+      span: where the host's reads of it begin and end.
+      first_draft: where those of its drafts begin.
+    """
+    request, accepted = item.request, given.accepted
+    slot = request.slot
+    start, end = span
+    num_scored = sum(target != SAMPLE for _, target in reads[start:end])
+    middle = start + num_scored
+    num_accepted = int(accepted.num_accepted[slot])
+    is_sampled = end > middle
+    entries = [*range(middle, end), *range(first_draft, first_draft + num_accepted)]
     return StepResult(
         request,
-        tokens=[int(token) for token in chosen.token[middle:end]],
-        sampled=_logprobs(request, chosen, slice(middle, end), request.num_output_top),
-        scored=_logprobs(request, chosen, slice(first, middle), request.num_input_top),
+        tokens=accepted.tokens[slot, : num_accepted + 1].tolist() if is_sampled else [],
+        sampled=_logprobs(request, given.chosen, entries, request.num_output_top),
+        scored=_logprobs(request, given.chosen, [*range(start, middle)], request.num_input_top),
+        num_committed=int(accepted.num_committed[slot]),
+        sealed_len=int(given.sealed_len[slot]),
+        is_round=is_sampled and bool(request.output_ids),
+        num_drafts=int(given.proposal.count[slot]),
+        num_accepted=num_accepted,
     )
 
 
-def _logprobs(request: Request, chosen: Chosen, rows: slice, num_top: int) -> Logprobs:
+def _logprobs(request: Request, chosen: Chosen | None, rows: list[int], num_top: int) -> Logprobs:
     if not request.wants_logprobs:
         return Logprobs()
+    assert chosen is not None
     # Columns that nobody asked for are most of the array.
     values, top = chosen.log_probability[rows], chosen.top[rows, :num_top]
     num_top, after_top = top.shape[1], 1 + chosen.top.shape[1]

@@ -49,9 +49,13 @@ class SamplingSlots:
       history: what penalties read; a step takes it and puts back what it returns.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int):
-        """Start with slots that nobody uses."""
-        self._vocab_size = vocab_size
+    def __init__(self, num_slots: int, vocab_size: int, *, marks_ends: bool):
+        """Start with slots that nobody uses.
+
+        Args:
+          marks_ends: the history tells which tokens end a slot's output, penalties or not.
+        """
+        self._vocab_size, self._marks_ends = vocab_size, marks_ends
         # A request may come back to its slot after a preemption that let another one in.
         self._owners: list[tuple[Request, int] | None] = [None] * num_slots
         self._arrays: Any = _parameters(num_slots)
@@ -98,7 +102,7 @@ class SamplingSlots:
         wanted.top[slot] = max(request.num_input_top, request.num_output_top) > 0
         wanted.token_ids[slot] = 0
         wanted.token_ids[slot, : len(request.token_ids_logprob)] = request.token_ids_logprob
-        if params.changes_logits:
+        if params.changes_logits or self._marks_ends:
             size = self._vocab_size
             self._write(slot, marks_row(request, size), bias_row(request, size))
 

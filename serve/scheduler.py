@@ -21,6 +21,7 @@ class Capacities:
       log_rows: rows of a log.
       max_rows: rows of a step.
       prefill_rows: prompt rows of a step.
+      num_drafts: drafts to verify after the row of a generating request, at most.
     """
 
     num_slots: int
@@ -30,6 +31,7 @@ class Capacities:
     log_rows: int
     max_rows: int
     prefill_rows: int
+    num_drafts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +42,18 @@ class Work:
       request: whose.
       ids: the tokens that become rows.
       is_last: the last row gives a new token.
+      max_drafts: rows of drafts that may follow; their blocks are there.
     """
 
     request: Request
     ids: list[int]
     is_last: bool
+    max_drafts: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step that it can take."""
+        return len(self.ids) + self.max_drafts
 
 
 class Scheduler:
@@ -104,12 +113,15 @@ class Scheduler:
         self.waiting.append(request)
 
     def plan(self) -> list[Work]:
-        """The rows of the next step: a row of each generating request, then prompts."""
+        """The rows of the next step: a row of each generating request, what they may draft, then
+        prompts."""
         self._work, self._room = {}, self.capacities.max_rows
         num_retractions = self.num_retractions
         for request in list(self.running):
             if request.slot >= 0 and request.remaining_prefill == 0 and self._room > 0:
                 self._plan_rows(request, 1, is_last=True)
+        for request in [r for r in self.running if r in self._work]:
+            self._plan_drafts(request)
         # Who had to make way would come back at once and have to make way again.
         if self.num_retractions == num_retractions:
             self._admit()
@@ -131,7 +143,7 @@ class Scheduler:
         """
         self._give_back(request)
         if request in self._work:
-            self._room += len(self._work.pop(request).ids)
+            self._room += self._work.pop(request).num_rows
         request.committed_len = request.sealed_len = 0
         request.num_retractions += 1
         request.preempted_at = len(request.output_ids)
@@ -146,13 +158,12 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def commit(self, item: Work) -> None:
-        """Count the rows of a step that was computed, and the seal it stored."""
-        request, size = item.request, self.capacities.block_size
-        boundary = (request.committed_len + len(item.ids) - 1) // size * size
-        request.committed_len += len(item.ids)
-        if request.next_slot > 0 and boundary > request.sealed_len:
-            self.stored(request, boundary)
+    def commit(self, item: Work, num_committed: int, sealed_len: int) -> None:
+        """Count the rows that a step made final, and the seal it stored, as the device says."""
+        request = item.request
+        request.committed_len += num_committed
+        if sealed_len > request.sealed_len:
+            self.stored(request, sealed_len)
 
     def stored(self, request: Request, boundary: int) -> None:
         """Record that the request's next seal was stored; its old state goes back."""
@@ -225,6 +236,37 @@ class Scheduler:
             self._room -= count
         return count
 
+    def _plan_drafts(self, request: Request) -> None:
+        """Let drafts follow the row of a generating request, as far as nobody has to make way."""
+        item, size = self._work[request], self.capacities.block_size
+        # The last token of an output never becomes a row.
+        left = request.params.max_new_tokens - len(request.output_ids) - 1
+        count = min(self.capacities.num_drafts, left, self._room)
+        start = request.committed_len + 1
+        while len(request.blocks) * size < start + count and self.blocks.num_free:
+            request.blocks += self.blocks.take(1)
+        end = min(start + count, len(request.blocks) * size, self._log_end(request))
+        if end > start:
+            if self._seal_after(start, end) > request.sealed_len:
+                # If no slot is free the seal waits, and the log has room for that.
+                self.reserve_seal(request)
+            self._work[request] = dataclasses.replace(item, max_drafts=end - start)
+            self._room -= end - start
+
+    def _seal_after(self, start: int, end: int) -> int:
+        """The boundary that a step stores whose rows are certain up to `start` and end at `end`."""
+        size = self.capacities.block_size
+        return min(start // size, (end - 1) // size) * size
+
+    def _log_end(self, request: Request) -> int:
+        """Where rows end while no seal is stored.
+
+        The log must hold all rows since the last seal, and a later step can fold one block on the
+        fly, so none may begin past the end of the second.
+        """
+        size = self.capacities.block_size
+        return request.sealed_len + min(self.capacities.log_rows, 2 * size - 1)
+
     def _take_blocks(self, request: Request, count: int) -> int:
         """Own blocks for the next rows, preempting younger requests; return for how many."""
         size = self.capacities.block_size
@@ -265,12 +307,7 @@ class Scheduler:
 
     def _prepare_seal(self, request: Request, count: int) -> int:
         """Rows the request can take: fewer where no state slot is free for a due seal."""
-        size = self.capacities.block_size
-        last_row = request.committed_len + count - 1
-        if last_row // size * size <= request.sealed_len or self.reserve_seal(request):
+        end = request.committed_len + count
+        if self._seal_after(end, end) <= request.sealed_len or self.reserve_seal(request):
             return count
-        # The seal waits: the log must hold all rows since the last one, and a later step can fold
-        # one block on the fly, so none may begin past the end of the second.
-        most = min(self.capacities.log_rows, 2 * size - 1)
-        end = min(request.sealed_len + most, request.committed_len + count)
-        return max(0, end - request.committed_len)
+        return max(0, min(self._log_end(request), end) - request.committed_len)

@@ -1,8 +1,8 @@
 """NEXTN: a chain of drafts from the target's own MTP head.
 
-The head's row i is a function of token i + 1 and the target's row i and predicts token i + 2. So the
-first draft of a round comes from the rows of the round before (`observe`), and each further one from
-a row that the head feeds itself (`propose`), which the next `observe` overwrites.
+The head's row i is a function of token i + 1 and the target's row i, and predicts token i + 2. So
+the first draft of a round comes from the rows of the round before (`observe`), and each further one
+from a row that the head feeds itself (`propose`), which the next `observe` overwrites.
 """
 
 import dataclasses
@@ -76,12 +76,13 @@ class MtpDrafter(AbstractDrafter):
         self, target: Target, state: SpecState, observed: Observed, parameters: SlotParameters
     ) -> SpecState:
         """Run the head over the rows of the step; keep each slot's last committed one."""
-        bound, rows = target.bound, observed.rows
+        bound, rows, layer = target.bound, observed.rows, state.model.mtp
+        assert layer is not None
         hidden = observed.x
         if self.config.hyper_connection is None:
             hidden = map_row_tiles(bound.final, rows, hidden)
         embedded = map_row_tiles(bound.embed, rows, observed.next_ids)
-        recurrent, layer = bound.mtp(embedded, hidden, state.model.mtp, rows)
+        recurrent, layer = bound.mtp(embedded, hidden, layer, rows)
         last = rows.row_start + observed.accepted.num_committed - 1
         last = jnp.clip(last, 0, rows.slot.shape[0] - 1)
         # Tokens of the output are in the history by now.

@@ -37,7 +37,9 @@ class Verified:
     model: ModelState
 
 
-def verify(target: Target, state: SpecState, layout: Layout, parameters: SlotParameters) -> Verified:
+def verify(
+    target: Target, state: SpecState, layout: Layout, parameters: SlotParameters
+) -> Verified:
     """Compute the rows of a layout, and what the target samples after each one that is read.
 
     Rows are written beyond the committed lengths only.

@@ -33,11 +33,18 @@ def take(one: Request, token: int) -> None:
     one.take(StepResult(one, tokens=[token]))
 
 
+def stored_boundary(item: Work) -> int:
+    """The boundary of the sealed state after a step without drafts, as the device has it."""
+    one = item.request
+    last = (one.committed_len + len(item.ids) - 1) // BLOCK * BLOCK
+    return max(last, one.sealed_len) if one.next_slot > 0 else one.sealed_len
+
+
 def run(scheduler: Scheduler, work: list[Work]) -> None:
     """Do what the engine does after a step, each new token being the number of tokens so far."""
     for item in work:
         one = item.request
-        scheduler.commit(item)
+        scheduler.commit(item, len(item.ids), stored_boundary(item))
         if item.is_last:
             take(one, one.prompt_len + len(one.output_ids))
         if one.is_finished:

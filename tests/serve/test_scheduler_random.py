@@ -159,7 +159,7 @@ class Run:
         if written > 0:
             assert boundary > model.sealed, "a slot was reserved for a seal that is not due"
             model.sealed = boundary
-        self.scheduler.commit(item)
+        self.scheduler.commit(item, len(item.ids), stored_boundary(item))
         assert (one.committed_len, one.sealed_len) == (model.rows, model.sealed)
         if written > 0:
             assert one.sealed_slot == written, "the log goes on from a state that is not its own"
@@ -239,7 +239,7 @@ class FakeRunner:
             one = item.request
             for position, token in enumerate(item.ids, one.committed_len):
                 self.pages[one.blocks[position // BLOCK]][position % BLOCK] = token
-            scheduler.commit(item)
+            scheduler.commit(item, len(item.ids), stored_boundary(item))
             if item.is_last:
                 pages = [token for block in one.blocks for token in self.pages[block]]
                 take(one, token_after(pages[: one.committed_len]))

@@ -1,0 +1,198 @@
+"""Which drafter an engine runs, from its settings, and the drafts that the host gives."""
+
+import dataclasses
+import random
+from typing import Any
+
+from qwen_hybrid.config import HybridConfig
+from serve.request import Request
+from spec import NO_DRAFTS, AbstractDrafter, GivenDrafts, MtpDrafter, PromptLookup
+
+NEXTN, NGRAM = "NEXTN", "NGRAM"
+# Widths count the target's own token, as SGLang does.
+DEFAULT_WIDTH = {NEXTN: 4, NGRAM: 8}
+MAX_WIDTH = 17
+ALIASES = {"MTP": NEXTN, "EAGLE": NEXTN}
+REJECT, ORACLE, RANDOM, ACCEPT, ADVERSARIAL = "reject", "oracle", "random", "accept", "adversarial"
+DEBUG_HELP = "reject, accept:N, oracle, adversarial:K or random"
+
+
+@dataclasses.dataclass(frozen=True)
+class Debug:
+    """A drafter for diagnosis: `kind`, and the number after its colon."""
+
+    kind: str
+    number: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Debug":
+        """Read `reject`, `accept:N`, `oracle`, `adversarial:K` or `random`.
+
+        Raises:
+          ValueError: something else.
+        """
+        kind, colon, number = text.partition(":")
+        is_number = number.isdecimal()
+        if kind in (ACCEPT, ADVERSARIAL) and is_number:
+            return cls(kind, int(number))
+        if kind in (REJECT, ORACLE, RANDOM) and not colon:
+            return cls(kind)
+        raise ValueError(f"speculative_debug must be {DEBUG_HELP}, got {text!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Drafts of the host for a row, and limits on how many are accepted.
+
+    Attributes:
+      tokens: the drafts; a drafter on the device has its own.
+      max_accepted: accept no more.
+      min_accepted: accept so many whatever the target samples; the text is arbitrary then.
+    """
+
+    tokens: list[int]
+    max_accepted: int
+    min_accepted: int = 0
+
+
+class Speculation:
+    """How an engine drafts.
+
+    Attributes:
+      drafter: what runs on the device.
+      params: its own parameters, prepared with the target's; an empty tree without.
+    """
+
+    def __init__(
+        self,
+        drafter: AbstractDrafter = NO_DRAFTS,
+        *,
+        params: Any = None,
+        debug: Debug | None = None,
+        vocab_size: int = 0,
+    ):
+        """Draft with `drafter`; where that verifies the host's drafts, by prompt lookup.
+
+        Args:
+          debug: drafts for diagnosis in the place of those, or limits on what is accepted.
+          vocab_size: of the target.
+        """
+        self.drafter, self.params = drafter, {} if params is None else params
+        self._debug, self._vocab_size = debug, vocab_size
+        self._lookups: dict[Request, PromptLookup] = {}
+        # What requests with the same prompt and parameters gave before, for the oracle.
+        self._outputs: dict[Any, list[int]] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Something is drafted."""
+        return self.drafter.num_drafts > 0
+
+    def given(self, request: Request, most: int) -> Given:
+        """Drafts for the next tokens of a request that is generating."""
+        debug = self._debug
+        width = self.drafter.num_drafts
+        if debug is None:
+            return Given(self._looked_up(request, most), width)
+        if debug.kind == REJECT:
+            return Given(self._drafts(request, most), 0)
+        if debug.kind == ACCEPT:
+            count = min(debug.number, most)
+            return Given(self._random(request, most), count, count)
+        return Given(self._drafts(request, most), width)
+
+    def forget(self, request: Request) -> None:
+        """A request has ended; its output may be replayed."""
+        self._lookups.pop(request, None)
+        if self._debug is not None and self._debug.kind in (ORACLE, ADVERSARIAL):
+            self._outputs[_key(request)] = list(request.output_ids)
+
+    def _drafts(self, request: Request, most: int) -> list[int]:
+        debug = self._debug
+        assert debug is not None
+        if not isinstance(self.drafter, GivenDrafts):
+            return []
+        if debug.kind in (REJECT, RANDOM):
+            return self._random(request, most)
+        expected = request.replay_ids or self._outputs.get(_key(request), ())
+        at = len(request.output_ids)
+        tokens = list(expected[at : at + most])
+        if debug.kind == ADVERSARIAL:
+            wrong = [(token + 1) % self._vocab_size for token in tokens[debug.number :]]
+            tokens[debug.number :] = wrong
+        return tokens
+
+    def _random(self, request: Request, most: int) -> list[int]:
+        if not isinstance(self.drafter, GivenDrafts):
+            return []
+        draw = random.Random(f"{request.seed} {request.committed_len}")
+        return [draw.randrange(self._vocab_size) for _ in range(most)]
+
+    def _looked_up(self, request: Request, most: int) -> list[int]:
+        if not isinstance(self.drafter, GivenDrafts):
+            return []
+        lookup = self._lookups.setdefault(request, PromptLookup())
+        known = len(lookup)
+        if known < request.prompt_len:
+            lookup.extend(request.prompt_ids[known:])
+            known = request.prompt_len
+        lookup.extend(request.output_ids[known - request.prompt_len :])
+        return lookup.draft(most)
+
+
+def _key(request: Request) -> Any:
+    """What two requests that must give the same output have in common."""
+    return (tuple(request.prompt_ids), request.seed, repr(request.params))
+
+
+def algorithm_of(name: str | None) -> str | None:
+    """The algorithm that a name stands for.
+
+    Raises:
+      ValueError: unknown, or one that is not here.
+    """
+    if name is None:
+        return None
+    known = ALIASES.get(name.upper(), name.upper())
+    if known in ("DFLASH", "DFLASH2"):
+        raise ValueError(f"speculative_algorithm {name} is not supported; DSPARK is")
+    if known not in DEFAULT_WIDTH:
+        names = ", ".join(sorted({*DEFAULT_WIDTH, *ALIASES}))
+        raise ValueError(f"speculative_algorithm must be one of {names}, got {name!r}")
+    return known
+
+
+def width_of(algorithm: str | None, debug: str | None, width: int | None) -> int:
+    """Rows of the widest verify window, the target's own token included; 1 without drafts.
+
+    Raises:
+      ValueError: a width that no window has, or one although nothing drafts.
+    """
+    if algorithm is None and debug is None:
+        if width is not None:
+            raise ValueError("speculative_num_draft_tokens needs a speculative_algorithm")
+        return 1
+    if width is None:
+        return DEFAULT_WIDTH[algorithm or NEXTN]
+    is_int = isinstance(width, int) and not isinstance(width, bool)
+    if not is_int or not 2 <= width <= MAX_WIDTH:
+        raise ValueError(
+            f"speculative_num_draft_tokens must be in [2, {MAX_WIDTH}]: it counts the target's own "
+            f"token; got {width!r}"
+        )
+    return width
+
+
+def make_speculation(
+    config: HybridConfig, *, algorithm: str | None, width: int, debug: str | None
+) -> Speculation:
+    """How an engine with these settings drafts.
+
+    Raises:
+      ValueError: the model cannot.
+    """
+    parsed = None if debug is None else Debug.parse(debug)
+    drafter: AbstractDrafter = GivenDrafts(width - 1)
+    if algorithm == NEXTN:
+        drafter = MtpDrafter(num_drafts=width - 1, config=config)
+    return Speculation(drafter, debug=parsed, vocab_size=config.vocab_size)
