@@ -77,7 +77,7 @@ class Runner:
         self._is_warm = False
         drafter = speculation.drafter
         model = HybridModel(config, state_config.dtype, drafter.tap_layers)
-        self._params = prepare(params), prepare(speculation.params)
+        self._params, self._draft_params = prepare(params), prepare(speculation.params)
         # Where parameters are loaded to, and with them what a step returns: a state that JAX may
         # still move would make the first step after the warm-up another program.
         device = jax.local_devices()[0]
@@ -87,7 +87,7 @@ class Runner:
         self._draft = jax.device_put(self._draft, device)
         self._step = jax.jit(
             functools.partial(self._traced_step, model),
-            donate_argnums=1,
+            donate_argnums=2,
             compiler_options=COMPILER_OPTIONS,
         )
         self._extract = jax.jit(self._traced_extract)
@@ -96,10 +96,9 @@ class Runner:
         )
         self._sampling.history = jax.device_put(self._sampling.history, device)
 
-    def _traced_step(self, model: HybridModel, params, state, call, reads, parameters):
+    def _traced_step(self, model, params, draft_params, state, call, reads, parameters):
         self._compiles(f"a step of {call.ids.shape[0]} rows")
-        own, draft = params
-        target = Target(model.bind({"params": own}), self.state_config, draft)
+        target = Target(model.bind({"params": params}), self.state_config, draft_params)
         return step(target, self.speculation.drafter, state, call, reads, parameters)
 
     def _traced_extract(self, state, slot):
@@ -194,6 +193,7 @@ class Runner:
         model = dataclasses.replace(self._state, sequences=self._sequences(requests))
         output, state = self._step(
             self._params,
+            self._draft_params,
             SpecState(model, self._sampling.history, self._draft),
             call,
             build(Reads, row=reads[0], target=reads[1], count=num_reads),

@@ -44,6 +44,7 @@ PUBLIC = {
         "penalized",
         "top_tokens",
         "with_slot",
+        "with_tokens",
     },
     "qwen_hybrid": {
         "COMPILER_OPTIONS",
@@ -86,6 +87,27 @@ PUBLIC = {
         "token_log_probabilities",
     },
     "serve": {"Engine", "EngineDeadError", "SamplingParams", "StepError"},
+    "spec": {
+        "AbstractDrafter",
+        "Accepted",
+        "GivenDrafts",
+        "Layout",
+        "MtpDrafter",
+        "NO_DRAFTS",
+        "Observed",
+        "PromptLookup",
+        "Proposal",
+        "SpecCall",
+        "SpecState",
+        "StepOutput",
+        "Target",
+        "Verified",
+        "accept",
+        "committed",
+        "step",
+        "verify",
+        "with_drafts",
+    },
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from serve.request import Request
 from serve.sampling_params import SamplingParams
 from serve.scheduler import Capacities, Scheduler, Work
-from tests.serve.scheduling import BLOCK, LOG_ROWS, take
+from tests.serve.scheduling import BLOCK, LOG_ROWS, stored_boundary, take
 
 
 @dataclasses.dataclass
@@ -47,13 +47,14 @@ class Run:
             log_rows=LOG_ROWS,
             max_rows=int(self.rng.integers(slots, 200)),
             prefill_rows=int(self.rng.integers(1, 200)),
+            num_drafts=int(self.rng.choice([0, 0, 1, 3, 16])),
         )
         self.scheduler = Scheduler(self.capacities, self._chunk)
         self.expected: dict[str, Expected] = {}
         self.arrived: list[str] = []
         self.admitted: list[str] = []
         self.finished: dict[str, Request] = {}
-        self.num_waits = self.num_preempted = self.num_forced = 0
+        self.num_waits = self.num_preempted = self.num_forced = self.num_accepted = 0
 
     def _chunk(self, remaining: int) -> int:
         return remaining if self.takes_all else int(self.rng.integers(1, remaining + 1))
@@ -82,7 +83,7 @@ class Run:
         assert self.admitted == [n for n in self.arrived if n in self.admitted], "overtaken"
         self._check_ownership()
         assert len({item.request.rid for item in work}) == len(work)
-        assert sum(len(item.ids) for item in work) <= self.capacities.max_rows
+        assert sum(item.num_rows for item in work) <= self.capacities.max_rows
         assert work or not self.scheduler.running
         prompt_rows = 0
         for item in work:
@@ -91,6 +92,8 @@ class Run:
             assert item.ids == model.tokens[model.rows : end]
             assert item.is_last == (end == model.num_known)
             prompt_rows += len(item.ids) if end < model.num_known or len(item.ids) > 1 else 0
+            assert item.max_drafts == 0 or model.num_known + item.max_drafts < len(model.tokens)
+            end += item.max_drafts
             assert len(item.request.blocks) * BLOCK >= end, "a row without a block"
             self._check_log(item, model, end)
         assert prompt_rows <= self.capacities.prefill_rows
@@ -109,7 +112,7 @@ class Run:
         assert sum(len(r.blocks) for r in running) <= self.capacities.num_blocks
         for one in running:
             # None is owned ahead of the rows, but by those that came back.
-            known = self.expected[one.rid].num_known
+            known = self.expected[one.rid].num_known + self.capacities.num_drafts
             assert len(one.blocks) <= -(-known // BLOCK)
             assert one.sealed_slot > 0 or one.sealed_len == 0, "state 0 is the empty sequence's"
 
@@ -153,19 +156,23 @@ class Run:
 
     def _advance(self, item: Work) -> None:
         one, model = item.request, self.expected[item.request.rid]
-        model.rows += len(item.ids)
-        boundary = (model.rows - 1) // BLOCK * BLOCK
-        written = one.next_slot
-        if written > 0:
-            assert boundary > model.sealed, "a slot was reserved for a seal that is not due"
-            model.sealed = boundary
-        self.scheduler.commit(item, len(item.ids), stored_boundary(item))
+        verified = int(self.rng.integers(0, item.max_drafts + 1))
+        accepted = int(self.rng.integers(0, verified + 1))
+        certain, written = model.rows + len(item.ids), one.next_slot
+        boundary = min(certain // BLOCK, (certain + verified - 1) // BLOCK) * BLOCK
+        stored = written > 0 and boundary > model.sealed
+        assert stored or written <= 0 or item.max_drafts, "a slot for a seal that is not due"
+        model.rows = certain + accepted
+        model.sealed = boundary if stored else model.sealed
+        self.scheduler.commit(item, len(item.ids) + accepted, model.sealed)
+        self.num_accepted += accepted
         assert (one.committed_len, one.sealed_len) == (model.rows, model.sealed)
-        if written > 0:
+        if stored:
             assert one.sealed_slot == written, "the log goes on from a state that is not its own"
         if item.is_last:
-            take(one, model.tokens[model.rows])
-            model.num_known += 1
+            for token in model.tokens[certain : certain + accepted + 1]:
+                take(one, token)
+                model.num_known += 1
         if one.is_finished:
             self._end(one)
 
@@ -214,7 +221,7 @@ def test_random_runs_beside_a_model():
         finish_run(driver)
     reasons = [(r.finish_reason or {})["type"] for d in drivers for r in d.finished.values()]
     met = {kind: reasons.count(kind) for kind in ("abort", "length")}
-    for name in ("num_waits", "num_preempted", "num_forced"):
+    for name in ("num_waits", "num_preempted", "num_forced", "num_accepted"):
         met[name] = sum(getattr(driver, name) for driver in drivers)
     assert min(met.values()) > 20, met
 
