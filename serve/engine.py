@@ -7,8 +7,7 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self, Unpack
 
 import jax
 import tqdm
@@ -16,6 +15,7 @@ import tqdm
 from qwen_hybrid.digest import combined
 from qwen_hybrid.numerics import Numerics, numerics
 from qwen_hybrid.state import StateConfig
+from serve.call_options import BlockingOptions, CallOptions, RequestOptions, call_options
 from serve.core import EngineCore
 from serve.engine_config import EngineConfig, longest_text, resolve
 from serve.errors import EngineDeadError
@@ -66,7 +66,7 @@ class Engine:
         """Load a model and compile its programs.
 
         Args:
-          model_path: `demo`, `demo-dense` or a Hugging Face directory.
+          model_path: `demo`, `demo-dense` or a model directory, of either format.
           load_format: `auto` reads the weights, `dummy` makes random ones.
           skip_tokenizer_init: ids in, ids out.
           incremental_streaming_output: the parts of a stream hold only what is new.
@@ -88,6 +88,13 @@ class Engine:
         use_compilation_cache(compilation_cache_dir)
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_directory(self.model_path)
+        runner, scheduler = self._load(load_format)
+        self.inputs = self._new_inputs(scheduler)
+        self.core = EngineCore(scheduler, runner)
+        self._start()
+
+    def _load(self, load_format: str) -> tuple[Runner, Scheduler]:
+        """Read the model and share the memory out."""
         self.model_config, params, dtype = load_model(
             self.model_path,
             self.tokenizer,
@@ -95,6 +102,7 @@ class Engine:
             dtype=self.engine_config.dtype,
         )
         state_config = resolve(self.engine_config, self.model_config, dtype)
+        self.context_length = longest_text(self.engine_config, self.model_config)
         self.numerics: Numerics = numerics(state_config)
         _log.info("numerics %s", self.numerics.describe())
         speculation = make_speculation(
@@ -106,35 +114,33 @@ class Engine:
         runner = Runner(
             self.model_config, params, state_config, self.engine_config.row_buckets, speculation
         )
-        scheduler = Scheduler(_capacities(state_config, self.engine_config))
-        self.context_length = longest_text(self.engine_config, self.model_config)
+        return runner, Scheduler(_capacities(state_config, self.engine_config))
+
+    def _new_inputs(self, scheduler: Scheduler) -> Inputs:
         eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
-        self.inputs = Inputs(
+        return Inputs(
             tokenizer=self.tokenizer,
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=tuple(eos),
             context_length=self.context_length,
             require_room=scheduler.require_room,
         )
-        self.core = EngineCore(scheduler, runner)
+
+    def _start(self) -> None:
+        """Start the step thread and compile in it; a start that fails leaves no thread behind."""
         self.loop = EngineLoop(self.core)
         # The thread holds the loop and the core, not the engine: dropping that ends the thread.
         self._close = weakref.finalize(self, self.loop.close)
         try:
-            self.loop.call(runner.warm_up)
+            self.loop.call(self.core.runner.warm_up)
         except BaseException:
             self._close()
             raise
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -147,16 +153,7 @@ class Engine:
         prompt: Prompts = None,
         sampling_params: Params | Sequence[Params] = None,
         input_ids: Ids = None,
-        *,
-        return_logprob: bool = False,
-        logprob_start_len: int = -1,
-        top_logprobs_num: int = 0,
-        token_ids_logprob: Sequence[int] | None = None,
-        return_state_digest: bool = False,
-        stream: bool = False,
-        rid: str | Sequence[str] | None = None,
-        on_error: str = "raise",
-        progress: bool = False,
+        **options: Unpack[BlockingOptions],
     ) -> Results | Iterator[Result]:
         """Complete one prompt or a list of them.
 
@@ -165,7 +162,8 @@ class Engine:
           input_ids: token ids of one prompt or of a list.
           sampling_params: one for all, or a list as long as the batch.
           return_logprob: log-probabilities of the output, of the raw float32 logits.
-          logprob_start_len: those of the prompt's tokens after this position too; -1 for none.
+          logprob_start_len: those of the prompt's tokens after this position too; -1 for none,
+            which is the default.
           top_logprobs_num: those of so many likeliest tokens at each position too, at most 20.
           token_ids_logprob: those of these ids at each position too, at most 128.
           return_state_digest: a digest of the committed state of each request at its end.
@@ -182,63 +180,26 @@ class Engine:
           ValueError: bad input, before any device work; for a batch it names the index.
           StepError: a step failed. EngineDeadError: the engine did.
           RuntimeError: called inside a running event loop.
+          TypeError: an option that there is not.
         """
-        wanted = Wanted(
-            return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_logprob,
-            return_state_digest=return_state_digest,
-        )
-        batch = self._read(
-            (prompt, sampling_params, input_ids), rid=rid, wanted=wanted, on_error=on_error
-        )
-        _refuse_event_loop()
-        for name, value in (("stream", stream), ("progress", progress)):
-            require_bool(name, value)
-        if stream:
-            return self._stream(batch)
-        self._run(batch, progress=progress)
-        return self._results(batch)
+        chosen = call_options(self.generate, options, BlockingOptions)
+        batch = self._read((prompt, sampling_params, input_ids), chosen)
+        return self._answer(batch, chosen, instead="async_generate")
 
     async def async_generate(
         self,
         prompt: Prompts = None,
         sampling_params: Params | Sequence[Params] = None,
         input_ids: Ids = None,
-        *,
-        return_logprob: bool = False,
-        logprob_start_len: int = -1,
-        top_logprobs_num: int = 0,
-        token_ids_logprob: Sequence[int] | None = None,
-        return_state_digest: bool = False,
-        stream: bool = False,
-        rid: str | Sequence[str] | None = None,
-        on_error: str = "raise",
+        **options: Unpack[RequestOptions],
     ) -> Results | AsyncIterator[Result]:
         """As `generate`, for coroutines: awaiting it gives results, or an asynchronous iterator.
 
-        A cancelled call aborts its requests.
+        A cancelled call aborts its requests. There is no progress bar.
         """
-        wanted = Wanted(
-            return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_logprob,
-            return_state_digest=return_state_digest,
-        )
-        batch = self._read(
-            (prompt, sampling_params, input_ids), rid=rid, wanted=wanted, on_error=on_error
-        )
-        require_bool("stream", stream)
-        if stream:
-            return self._async_stream(batch)
-        waiter = AsyncWaiter()
-        call = Call(batch.requests, waiter.wake, each_token=False)
-        with self._submitted(call):
-            while call.num_unfinished:
-                await waiter.wait()
-        return self._results(batch)
+        chosen = call_options(self.async_generate, options, RequestOptions)
+        batch = self._read((prompt, sampling_params, input_ids), chosen)
+        return await self._async_answer(batch, chosen)
 
     def chat(
         self,
@@ -247,7 +208,7 @@ class Engine:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[BlockingOptions],
     ) -> Results | Iterator[Result]:
         """Answer a conversation, or each of a list of conversations.
 
@@ -260,9 +221,24 @@ class Engine:
         Raises:
           ValueError: also if the model has no template or it refuses the messages.
         """
-        self.loop.require_open()
-        prompt = self.inputs.conversations(messages, tools, chat_template_kwargs or {})
-        return self.generate(prompt, sampling_params, **options)
+        chosen = call_options(self.chat, options, BlockingOptions)
+        prompt = self._conversations(messages, tools, chat_template_kwargs)
+        batch = self._read((prompt, sampling_params, None), chosen)
+        return self._answer(batch, chosen, instead="async_chat")
+
+    async def async_chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Results | AsyncIterator[Result]:
+        """As `chat`, for coroutines, in the way of `async_generate`."""
+        chosen = call_options(self.async_chat, options, RequestOptions)
+        prompt = self._conversations(messages, tools, chat_template_kwargs)
+        return await self._async_answer(self._read((prompt, sampling_params, None), chosen), chosen)
 
     def score(self, input_ids: Ids, *, top_logprobs_num: int = 0) -> Results:
         """Log-probability of every token of a sequence given those before it, by prefill.
@@ -274,11 +250,13 @@ class Engine:
           A result, or a list for a list; meta_info["input_token_logprobs"] holds
           (log-probability, id, text) triples, None for the first token.
         """
-        wanted = Wanted(return_logprob=True, logprob_start_len=0, top_logprobs_num=top_logprobs_num)
-        batch = self._read((None, SamplingParams(max_new_tokens=0), input_ids), wanted=wanted)
-        _refuse_event_loop()
-        self._run(batch, progress=False)
-        return self._results(batch)
+        batch = self._read_to_score(input_ids, top_logprobs_num)
+        _refuse_event_loop("async_score")
+        return self._run(batch, progress=False)
+
+    async def async_score(self, input_ids: Ids, *, top_logprobs_num: int = 0) -> Results:
+        """As `score`, for coroutines; a cancelled call aborts its requests."""
+        return await self._async_run(self._read_to_score(input_ids, top_logprobs_num))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End a request, all samples of it, within one step; an unknown one is no error.
@@ -350,9 +328,34 @@ class Engine:
         """
         jax.profiler.stop_trace()
 
-    def _read(self, arguments: tuple[Any, Any, Any], **options: Any) -> Batch:
+    def _conversations(self, messages: Any, tools: Any, variables: dict[str, Any] | None) -> Any:
         self.loop.require_open()
-        return self.inputs.read(*arguments, **options)
+        return self.inputs.conversations(messages, tools, variables or {})
+
+    def _read(self, arguments: tuple[Any, Any, Any], options: CallOptions) -> Batch:
+        """The requests of a call; the arguments are prompt, parameters and ids."""
+        self.loop.require_open()
+        return self.inputs.read(
+            *arguments, rid=options.rid, wanted=options.wanted, on_error=options.on_error
+        )
+
+    def _read_to_score(self, input_ids: Ids, top_logprobs_num: int) -> Batch:
+        wanted = Wanted(return_logprob=True, logprob_start_len=0, top_logprobs_num=top_logprobs_num)
+        params = SamplingParams(max_new_tokens=0)
+        return self._read((None, params, input_ids), CallOptions(wanted=wanted))
+
+    def _answer(
+        self, batch: Batch, options: CallOptions, *, instead: str
+    ) -> Results | Iterator[Result]:
+        _refuse_event_loop(instead)
+        if options.stream:
+            return self._stream(batch)
+        return self._run(batch, progress=options.progress)
+
+    async def _async_answer(
+        self, batch: Batch, options: CallOptions
+    ) -> Results | AsyncIterator[Result]:
+        return self._async_stream(batch) if options.stream else await self._async_run(batch)
 
     @contextlib.contextmanager
     def _submitted(self, call: Call) -> Iterator[None]:
@@ -363,8 +366,7 @@ class Engine:
         finally:
             self.loop.abandon(call)
 
-    def _run(self, batch: Batch, *, progress: bool) -> None:
-        """Run until all are finished."""
+    def _run(self, batch: Batch, *, progress: bool) -> Results:
         waiter = Waiter()
         call = Call(batch.requests, waiter.wake, each_token=False)
         total = len(call.requests)
@@ -374,6 +376,15 @@ class Engine:
             while call.num_unfinished:
                 waiter.wait()
                 bar.update(total - call.num_unfinished - bar.n)
+        return self._results(batch)
+
+    async def _async_run(self, batch: Batch) -> Results:
+        waiter = AsyncWaiter()
+        call = Call(batch.requests, waiter.wake, each_token=False)
+        with self._submitted(call):
+            while call.num_unfinished:
+                await waiter.wait()
+        return self._results(batch)
 
     def _stream(self, batch: Batch) -> Iterator[Result]:
         waiter, reader = Waiter(), self._reader(batch)
@@ -436,13 +447,13 @@ class Engine:
         return result
 
 
-def _refuse_event_loop() -> None:
-    """Raise where waiting would stop an event loop."""
+def _refuse_event_loop(instead: str) -> None:
+    """Raise where waiting would stop an event loop, naming what to await instead."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise RuntimeError("this call would block the running event loop: await async_generate")
+    raise RuntimeError(f"this call would block the running event loop: await {instead}")
 
 
 def _capacities(state: StateConfig, config: EngineConfig) -> Capacities:

@@ -4,8 +4,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from serve.cli.jobs import is_failure
 
@@ -42,15 +41,10 @@ class ResultsFile:
         if torn:
             os.truncate(self._file.fileno(), self.path.stat().st_size - len(torn))
 
-    def __enter__(self) -> "ResultsFile":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def add(self, result: Mapping[str, Any]) -> None:

@@ -1,8 +1,6 @@
 """`score`: log-probabilities and perplexity of texts, by prefill."""
 
 import argparse
-import asyncio
-import concurrent.futures
 import functools
 import math
 import pathlib
@@ -49,11 +47,8 @@ def run(args: argparse.Namespace) -> int:
         tally = Tally(jobs, file)
         if tally.left:
             config = engine_config(arguments)
-            with (
-                start_engine(arguments, config, log_level=args.log_level) as engine,
-                concurrent.futures.ThreadPoolExecutor(2 * config.max_running_requests) as pool,
-            ):
-                answer = functools.partial(_answer, engine, args, pool)
+            with start_engine(arguments, config, log_level=args.log_level) as engine:
+                answer = functools.partial(_answer, engine, args)
                 target = {"write": write_result, "is_file": file is not None}
                 run_jobs(tally, answer, label="scoring", count=count, **target)
     perplexity = _perplexity(total_logprob, num_scored)
@@ -73,22 +68,14 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
     return [Job(0, 0, {"prompt": text})]
 
 
-async def _answer(
-    engine: Engine, args: argparse.Namespace, pool: concurrent.futures.Executor, job: Job
-) -> Result:
+async def _answer(engine: Engine, args: argparse.Namespace, job: Job) -> Result:
     """Return the scores of one text, be it an error of its own."""
     if job.error is not None:
         return failure(job, job.error)
-    loop = asyncio.get_running_loop()
     try:
         ids = _ids(engine, job.fields)
         top = {"top_logprobs_num": args.top_logprobs_num} if args.top_logprobs_num else {}
-        call = functools.partial(engine.score, ids, **top)
-        result = await loop.run_in_executor(pool, call)
-    except asyncio.CancelledError:
-        # The thread waits for the engine, which does not know that nobody waits for the thread.
-        engine.abort_request(abort_all=True)
-        raise
+        result = await engine.async_score(ids, **top)
     except (ValueError, TypeError, StepError) as error:
         return failure(job, error)
     return _scores(job, cast(Result, result)["meta_info"], args)

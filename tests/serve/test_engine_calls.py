@@ -1,5 +1,6 @@
 """The ways to call the engine: samples, errors in place, chat, parts of streams, counters."""
 
+import asyncio
 import io
 import json
 import logging
@@ -107,6 +108,50 @@ def test_chat_is_generation_from_the_rendered_prompt(engine):
     assert [r["meta_info"]["id"] for r in both] == ["x", "y"]
 
 
+def test_chat_for_coroutines_is_chat(engine):
+    other = [{"role": "user", "content": "Say no."}]
+    alone, both = engine.chat(MESSAGES, greedy(6)), engine.chat([MESSAGES, other], greedy(3))
+
+    async def read():
+        stream = await engine.async_chat(MESSAGES, greedy(6), stream=True)
+        return [part async for part in stream]
+
+    async def run():
+        return await asyncio.gather(
+            engine.async_chat(MESSAGES, greedy(6)),
+            engine.async_chat([MESSAGES, other], greedy(3), rid=["x", "y"]),
+            read(),
+        )
+
+    one, two, parts = asyncio.run(run())
+    assert (one["text"], one["output_ids"]) == (alone["text"], alone["output_ids"])
+    assert [r["output_ids"] for r in two] == [r["output_ids"] for r in both]
+    assert [r["meta_info"]["id"] for r in two] == ["x", "y"]
+    for before, after in zip(parts, parts[1:], strict=False):
+        assert before["meta_info"]["finish_reason"] is None
+        assert after["text"].startswith(before["text"])
+    assert (parts[-1]["text"], parts[-1]["output_ids"]) == (alone["text"], alone["output_ids"])
+
+
+def test_chat_for_coroutines_passes_tools_names_and_errors(engine):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    names = {"enable_thinking": False}
+    text = engine.tokenizer.apply_chat_template(MESSAGES, tools=tools, **names)
+
+    async def run():
+        return await engine.async_chat(
+            [MESSAGES, []],
+            greedy(1),
+            tools=tools,
+            chat_template_kwargs=names,
+            on_error="return",
+        )
+
+    result, refused = asyncio.run(run())
+    assert result["meta_info"]["prompt_tokens"] == len(engine.tokenizer.encode(text))
+    assert refused["error"]["message"] == "a chat needs at least one message"
+
+
 def test_chat_passes_tools_and_names_to_the_template(engine):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     plain = engine.chat(MESSAGES, greedy(1))["meta_info"]["prompt_tokens"]
@@ -141,6 +186,80 @@ def test_a_bad_chat_of_a_batch_leaves_the_others_as_they_are(engine):
 def test_bad_chats(no_steps, messages, options, message):
     with pytest.raises(ValueError, match=message):
         no_steps.chat(messages, greedy(1), **options)
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(no_steps.async_chat(messages, greedy(1), **options))
+
+
+# Scores.
+
+
+def test_scores_for_coroutines_are_scores(engine):
+    ids = [[1, 2, 3] * 20, [4], [5, 6]]
+    one = engine.score(ids[0], top_logprobs_num=2)
+    several = engine.score(ids)
+
+    async def run():
+        return await asyncio.gather(
+            engine.async_score(ids[0], top_logprobs_num=2), engine.async_score(ids)
+        )
+
+    alone, listed = asyncio.run(run())
+    for result, expected in zip([alone, *listed], [one, *several], strict=True):
+        info, wanted = result["meta_info"], expected["meta_info"]
+        assert info["input_token_logprobs"] == wanted["input_token_logprobs"]
+        assert info.get("input_top_logprobs") == wanted.get("input_top_logprobs")
+        assert result["output_ids"] == []
+    assert len(alone["meta_info"]["input_top_logprobs"]) == 60
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ([], {}, "a prompt needs at least one token"),
+        ([[1], [9999]], {}, "request 1: input_ids must be integers in"),
+        ([1], {"top_logprobs_num": 99}, "top_logprobs_num must be in"),
+    ],
+)
+def test_bad_scores(no_steps, ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        no_steps.score(ids, **options)
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(no_steps.async_score(ids, **options))
+
+
+# Options.
+
+
+@pytest.mark.parametrize("name", ["generate", "async_generate", "chat", "async_chat"])
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("top_logprob_num", "; did you mean 'top_logprobs_num'?"),
+        ("sampling_parameters", "; did you mean 'sampling_params'?"),
+        ("zzz", ""),
+        ("temperature", "; it is a sampling parameter, and goes into sampling_params"),
+        ("max_tokens", "; it is a sampling parameter, and goes into sampling_params"),
+    ],
+)
+def test_an_option_that_there_is_not(no_steps, name, option, hint):
+    call = getattr(no_steps, name)
+    argument = MESSAGES if "chat" in name else "a"
+    with pytest.raises(TypeError) as raised:
+        asyncio.run(call(argument, **{option: 1})) if "async" in name else call(
+            argument, **{option: 1}
+        )
+    message = f"{name}() got an unexpected keyword argument {option!r}{hint}"
+    assert str(raised.value) == message
+
+
+def test_only_a_call_that_waits_has_a_bar(no_steps):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'progress'"):
+        asyncio.run(no_steps.async_generate("a", progress=True))
+
+
+def test_options_go_by_name_only(no_steps):
+    with pytest.raises(TypeError, match="positional"):
+        no_steps.generate(None, None, [1], True)
 
 
 # Parts of streams.

@@ -120,8 +120,16 @@ def test_a_list_and_its_errors_for_a_coroutine(engine):
     assert outs[1]["error"]["index"] == 1
 
 
-@pytest.mark.parametrize("name", ["generate", "score", "chat", "stream"])
-def test_what_would_block_an_event_loop_is_refused(engine, name):
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("generate", "async_generate"),
+        ("score", "async_score"),
+        ("chat", "async_chat"),
+        ("stream", "async_generate"),
+    ],
+)
+def test_what_would_block_an_event_loop_is_refused(engine, name, instead):
     calls = {
         "generate": lambda: engine.generate("a"),
         "score": lambda: engine.score([1, 2]),
@@ -130,15 +138,22 @@ def test_what_would_block_an_event_loop_is_refused(engine, name):
     }
 
     async def run():
-        with pytest.raises(RuntimeError, match="would block .* await async_generate"):
+        with pytest.raises(RuntimeError, match=f"would block .* await {instead}$"):
             calls[name]()
 
     asyncio.run(run())
 
 
-def test_a_cancelled_call_ends_its_requests(engine, gate):
+@pytest.mark.parametrize("name", ["generate", "chat", "score"])
+def test_a_cancelled_call_ends_its_requests(engine, gate, name):
+    calls = {
+        "generate": lambda: engine.async_generate(TEXTS * 2, greedy(LONG)),
+        "chat": lambda: engine.async_chat([[{"role": "user", "content": "a"}]] * 6, greedy(99)),
+        "score": lambda: engine.async_score([[1] * LONG] * 6),
+    }
+
     async def run():
-        task = asyncio.create_task(engine.async_generate(TEXTS * 2, greedy(LONG)))
+        task = asyncio.create_task(calls[name]())
         await asyncio.to_thread(wait_for_requests, engine, 6)
         gate.let(2)
         await asyncio.to_thread(gate.wait_for_step, 3)

@@ -1,5 +1,6 @@
 """`score`: sums and perplexities of log-probabilities that are written down here."""
 
+import asyncio
 import json
 import math
 
@@ -77,16 +78,21 @@ def test_results_go_to_a_file_and_are_not_computed_twice(tmp_path):
     assert ToyEngine.calls == [([99, 100], {})]
 
 
-def test_an_interrupt_ends_what_the_threads_wait_for(monkeypatch):
-    scores = ToyEngine.score
+def test_an_interrupt_cancels_what_is_under_way(monkeypatch):
+    cancelled = []
 
-    def interrupted(self, ids, **options):
+    async def interrupted(self, ids, **options):
         if ids == [98]:
             raise KeyboardInterrupt
-        return scores(self, ids, **options)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(ids)
+            raise
 
-    monkeypatch.setattr(ToyEngine, "score", interrupted)
-    assert main([*SCORE, "--prompt", "b"]) == 130
+    monkeypatch.setattr(ToyEngine, "async_score", interrupted)
+    assert main([*SCORE, "--prompt", "a", "--prompt", "b"]) == 130
+    assert cancelled == [[97]]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class ToyEngine:
         answers = [part(len(PIECES)) | {"text": f"{content}"} for _ in range(params.n)]
         return answers if params.n > 1 else answers[0]
 
-    def score(self, input_ids, **options):
+    async def async_score(self, input_ids, **options):
         """Return a log-probability of -1 for every token but the first."""
         self._checked(None, input_ids, None)
         self.calls.append((input_ids, options))
@@ -97,10 +97,6 @@ class ToyEngine:
         if options:
             info["input_top_logprobs"] = [None] * len(scores)
         return {"meta_info": info}
-
-    def abort_request(self, rid="", abort_all=False):
-        """Take note."""
-        self.calls.append("aborted")
 
     def _checked(self, prompt: Any, input_ids: Any, params: Any) -> SamplingParams:
         content = prompt if input_ids is None else input_ids
