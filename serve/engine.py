@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -19,7 +19,7 @@ from serve.call_options import BlockingOptions, CallOptions, RequestOptions, cal
 from serve.core import EngineCore
 from serve.engine_config import EngineConfig, longest_text, resolve
 from serve.errors import EngineDeadError
-from serve.inputs import Batch, Inputs, Wanted, require_bool
+from serve.inputs import Batch, Inputs, Wanted, require_bool, sampling_defaults_of
 from serve.loading import (
     AUTO,
     LOAD_FORMATS,
@@ -60,6 +60,7 @@ class Engine:
         skip_tokenizer_init: bool = False,
         incremental_streaming_output: bool = False,
         stream_interval: int = 1,
+        sampling_defaults: str = "model",
         compilation_cache_dir: str | Path | None = AUTO,
         **capacities: Any,
     ):
@@ -71,6 +72,9 @@ class Engine:
           skip_tokenizer_init: ids in, ids out.
           incremental_streaming_output: the parts of a stream hold only what is new.
           stream_interval: tokens of a part of a stream, where the request says nothing.
+          sampling_defaults: what counts where a request says nothing: `model` is the model's own
+            `generation_config.json`, which is read with the tokenizer, and what that leaves out
+            `SamplingParams`; `openai` is `SamplingParams` alone. A ready one is taken as it is.
           compilation_cache_dir: where compiled programs are kept for the next start; None keeps
             none, "auto" what JAX is configured for, else `.cache/qwen-hybrid/compiled` at home.
           capacities: fields of `EngineConfig`.
@@ -88,8 +92,9 @@ class Engine:
         use_compilation_cache(compilation_cache_dir)
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_directory(self.model_path)
+        defaults = sampling_defaults_of(self.tokenizer, sampling_defaults)
         runner, scheduler = self._load(load_format)
-        self.inputs = self._new_inputs(scheduler)
+        self.inputs = self._new_inputs(defaults, scheduler)
         self.core = EngineCore(scheduler, runner)
         self._start()
 
@@ -116,13 +121,14 @@ class Engine:
         )
         return runner, Scheduler(_capacities(state_config, self.engine_config))
 
-    def _new_inputs(self, scheduler: Scheduler) -> Inputs:
+    def _new_inputs(self, defaults: Mapping[str, Any], scheduler: Scheduler) -> Inputs:
         eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
         return Inputs(
             tokenizer=self.tokenizer,
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=tuple(eos),
             context_length=self.context_length,
+            sampling_defaults=defaults,
             require_room=scheduler.require_room,
         )
 

@@ -5,7 +5,7 @@ import hashlib
 import numbers
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from qwen_hybrid.step import MAX_TOP_LOGPROBS
@@ -14,13 +14,14 @@ from serve.request import Request
 from serve.sampling_params import (
     MAX_TOKEN_IDS_LOGPROB,
     SamplingParams,
-    as_sampling_params,
     require_supported,
     require_vocabulary,
+    with_model_defaults,
 )
 from serve.tokenizer import Tokenizer
 
 ON_ERROR = ("raise", "return")
+SAMPLING_DEFAULTS = ("model", "openai")
 # What the template is given by other arguments.
 TEMPLATE_NAMES = frozenset({"messages", "tools"})
 
@@ -29,6 +30,24 @@ def require_bool(name: str, value: Any) -> None:
     """Raise a ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def sampling_defaults_of(tokenizer: Tokenizer | None, chosen: str) -> Mapping[str, Any]:
+    """What counts where a request says nothing, beside the defaults of `SamplingParams`.
+
+    Args:
+      tokenizer: of the model, read with its `generation_config.json`; None: neither was.
+      chosen: `model` takes that file's values, `openai` takes none.
+
+    Raises:
+      ValueError: neither, or a value of the file is out of its range.
+    """
+    if chosen not in SAMPLING_DEFAULTS:
+        raise ValueError(f"sampling_defaults must be model or openai, got {chosen!r}")
+    found = tokenizer.generation_defaults if tokenizer and chosen == "model" else {}
+    # Here, so that a bad file ends the start and not every request.
+    with_model_defaults(None, found)
+    return found
 
 
 def fold(seed: int, index: int) -> int:
@@ -140,6 +159,8 @@ class Inputs:
       vocab_size: ids that the model has.
       eos_token_ids: ids that end a text; empty if unknown.
       context_length: tokens of the longest prompt plus completion.
+      sampling_defaults: the model's `generation_config.json`, or empty: what counts where a request
+        says nothing.
       require_room: raises a ValueError for a request that can never fit.
     """
 
@@ -147,6 +168,7 @@ class Inputs:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     context_length: int
+    sampling_defaults: Mapping[str, Any]
     require_room: Callable[[Request], None]
 
     def read(
@@ -175,7 +197,8 @@ class Inputs:
         entries: list[tuple[int, Request | Exception]] = []
         for index, (item, one, name) in enumerate(zip(prompts, params, rids, strict=True)):
             try:
-                samples = self._samples(encode(item), as_sampling_params(one), name, wanted)
+                full = with_model_defaults(one, self.sampling_defaults)
+                samples = self._samples(encode(item), full, name, wanted)
                 entries += [(index, request) for request in samples]
             except (TypeError, ValueError) as error:
                 if on_error == "raise":

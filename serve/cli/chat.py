@@ -14,12 +14,12 @@ from serve.cli.command import Command
 from serve.cli.errors import EXIT_OK, UsageError
 from serve.cli.flags import (
     ENGINE_GROUPS,
+    SAMPLING_DEFAULTS_FLAG,
     SAMPLING_GROUP,
     Flag,
     engine_arguments,
     engine_config,
     json_object,
-    model_defaults,
     sampling_arguments,
     single_sequence,
 )
@@ -116,7 +116,8 @@ def _tools(path: str | None) -> list[Any] | None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model; answer one message, or one after the other."""
-    asked, arguments = sampling_arguments(args), single_sequence(engine_arguments(args))
+    asked = sampling_arguments(args)
+    arguments = single_sequence(engine_arguments(args, SAMPLING_DEFAULTS_FLAG))
     if asked.get("n", 1) != 1:
         raise UsageError("a chat has one answer: --n must be 1")
     start_s = time.monotonic()
@@ -124,8 +125,7 @@ def run(args: argparse.Namespace) -> int:
     with start_engine(arguments, config, log_level=args.log_level) as engine:
         if engine.tokenizer is None or engine.tokenizer.chat is None:
             raise ValueError(f"{args.model_path} has no chat template")
-        defaults = model_defaults(args, engine.tokenizer.generation_defaults)
-        chat = Conversation(args, engine, defaults | asked)
+        chat = Conversation(args, engine, asked)
         if args.message is None:
             return _converse(chat, sys.stdin, sys.stdout)
         last, first_text_s = print_parts(chat.answer(args.message), sys.stdout)

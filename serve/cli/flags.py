@@ -9,10 +9,8 @@ from typing import Any
 from pallas_kernels.gated_delta_net import StateDtype
 from serve.cli.errors import UsageError
 from serve.engine_config import EngineConfig
-from serve.sampling_params import ALIASES, SamplingParams, as_sampling_params
-
-# What `generation_config.json` may set; the rest of it is for other programs.
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from serve.inputs import SAMPLING_DEFAULTS
+from serve.sampling_params import ALIASES, as_sampling_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +169,14 @@ SAMPLING_FLAGS = (
     _sampling("seed", "fixes the noise; drawn if not given", field="sampling_seed", read=int),
 )
 
+SAMPLING_DEFAULTS_FLAG = Flag(
+    name="sampling_defaults",
+    choices=SAMPLING_DEFAULTS,
+    default="model",
+    help="what counts where nothing is given: generation_config.json, or fixed values",
+    field="sampling_defaults",
+)
+
 SAMPLING_SOURCES = (
     Flag(
         name="sampling_params",
@@ -178,12 +184,7 @@ SAMPLING_SOURCES = (
         metavar="JSON",
         help="any sampling parameters by name; the flags above come before them",
     ),
-    Flag(
-        name="sampling_defaults",
-        choices=("model", "openai"),
-        default="model",
-        help="what counts where nothing is given: generation_config.json, or fixed values",
-    ),
+    SAMPLING_DEFAULTS_FLAG,
 )
 
 LOG_FLAGS = (
@@ -209,13 +210,16 @@ def _given(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
     return {str(field): value for field, value in values.items() if value is not None}
 
 
-def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+def engine_arguments(args: argparse.Namespace, *more: Flag) -> dict[str, Any]:
     """Arguments of `Engine`.
+
+    Args:
+      more: flags of one command that set some too.
 
     Raises:
       UsageError: no model, or a value out of its range.
     """
-    arguments = _given(args, ENGINE_FLAGS)
+    arguments = _given(args, (*ENGINE_FLAGS, *more))
     if "model_path" not in arguments:
         raise UsageError("--model is required")
     arguments["compilation_cache_dir"] = args.compilation_cache_dir or None
@@ -261,25 +265,3 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def canonical(params: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters with their aliases replaced, so that two layers of them can be merged."""
     return {ALIASES.get(name, name): value for name, value in params.items()}
-
-
-def model_defaults(args: argparse.Namespace, generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters that the model recommends.
-
-    Args:
-      generation: its `generation_config.json`.
-
-    Raises:
-      ValueError: one of them is out of its range.
-    """
-    if args.sampling_defaults == "openai":
-        return {}
-    found = {name: generation[name] for name in MODEL_DEFAULTS if generation.get(name) is not None}
-    if found.get("top_k") == 0:
-        # How that file says that every token is kept.
-        found["top_k"] = SamplingParams.top_k
-    try:
-        as_sampling_params(found)
-    except ValueError as error:
-        raise ValueError(f"generation_config.json: {error}") from error
-    return found

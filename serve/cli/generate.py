@@ -11,12 +11,12 @@ from serve.cli.command import Command
 from serve.cli.errors import EXIT_OK, UsageError
 from serve.cli.flags import (
     ENGINE_GROUPS,
+    SAMPLING_DEFAULTS_FLAG,
     SAMPLING_GROUP,
     Flag,
     canonical,
     engine_arguments,
     engine_config,
-    model_defaults,
     sampling_arguments,
     single_sequence,
 )
@@ -33,6 +33,14 @@ TEXT_FLAGS = (
     Flag(name="stream", read=bool, default=True, help="print text as it comes, not at the end"),
 )
 
+IDS_FLAG = Flag(
+    name="skip_tokenizer_init",
+    read=bool,
+    default=False,
+    help="ids in, ids out; no tokenizer is read",
+    field="skip_tokenizer_init",
+)
+
 RESULT_FLAGS = (
     Flag(name="return_logprob", read=bool, default=False, help="add the tokens' log-probabilities"),
     Flag(
@@ -41,13 +49,7 @@ RESULT_FLAGS = (
         help="also those of the prompt's tokens from this position on",
     ),
     Flag(name="top_logprobs_num", read=int, help="also so many of the likeliest tokens"),
-    Flag(
-        name="skip_tokenizer_init",
-        read=bool,
-        default=False,
-        help="ids in, ids out; no tokenizer is read",
-        field="skip_tokenizer_init",
-    ),
+    IDS_FLAG,
 )
 
 # Flags that ask for more than the output's log-probabilities, and all keys of a line that do.
@@ -58,8 +60,8 @@ LOGPROB_KEYS = ("return_logprob", *LOGPROB_DETAILS, "token_ids_logprob")
 def run(args: argparse.Namespace) -> int:
     """Load the model and complete the prompts; figures go to standard error."""
     # All of it is checked before the model is loaded, which takes longer than an error should.
-    asked, arguments = sampling_arguments(args), engine_arguments(args)
-    arguments["skip_tokenizer_init"] = args.skip_tokenizer_init
+    asked = sampling_arguments(args)
+    arguments = engine_arguments(args, SAMPLING_DEFAULTS_FLAG, IDS_FLAG)
     jobs = read_jobs(args.prompt, args.input)
     is_single = args.prompt is not None and len(jobs) == 1 and asked.get("n", 1) == 1
     has_more = args.skip_tokenizer_init or _logprob_options(args)
@@ -80,18 +82,12 @@ def run(args: argparse.Namespace) -> int:
         if tally.left:
             config = engine_config(arguments)
             with start_engine(arguments, config, log_level=args.log_level) as engine:
-                answer = _answerer(engine, args, _defaults(args, engine) | asked)
+                answer = _answerer(engine, args, asked)
                 target = {"write": write_result, "is_file": file is not None}
                 run_jobs(tally, answer, label="generating", count=count, **target)
     prompt, completion = tokens["prompt_tokens"], tokens["completion_tokens"]
     rate = completion / max(tally.seconds, 1e-9)
     return sum_up(tally, f"{prompt} + {completion} tokens, {rate:.1f} tokens/s,")
-
-
-def _defaults(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """Sampling parameters that count where nothing else is said."""
-    tokenizer = engine.tokenizer
-    return model_defaults(args, tokenizer.generation_defaults if tokenizer else {})
 
 
 def _answerer(
@@ -167,10 +163,9 @@ def _print_text(
     start_s = time.monotonic()
     config = engine_config(arguments)
     with start_engine(arguments, config, log_level=args.log_level) as engine:
-        params = _defaults(args, engine) | asked
         if args.echo:
             write(sys.stdout, prompt)
-        answer = engine.generate(prompt, params, stream=args.stream)
+        answer = engine.generate(prompt, asked, stream=args.stream)
         # One prompt gets one result, or an iterator over it.
         parts = cast(Iterator[Result], answer if args.stream else iter([answer]))
         last, first_text_s = print_parts(parts, sys.stdout)

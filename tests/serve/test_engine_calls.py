@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from serve import Engine
+from serve import Engine, SamplingParams
 from serve.inputs import fold
 from tests.serve.engines import SLOTS, TEXTS, greedy, sampled, settle, start
 
@@ -260,6 +260,36 @@ def test_only_a_call_that_waits_has_a_bar(no_steps):
 def test_options_go_by_name_only(no_steps):
     with pytest.raises(TypeError, match="positional"):
         no_steps.generate(None, None, [1], True)
+
+
+# Defaults.
+
+
+def params_of(engine, given):
+    """The parameters of a request, as the engine fills them up."""
+    (request,) = engine.inputs.read("a", given).requests
+    return request.params
+
+
+def test_the_models_own_sampling_defaults_lie_below_what_is_given(engine, directory):
+    # The directory's generation_config.json has the temperature, and nothing else of ours.
+    found = json.loads((directory / "generation_config.json").read_text())
+    assert found == {"eos_token_id": [2, 0], "temperature": 0.7}
+    assert params_of(engine, None) == SamplingParams(temperature=0.7)
+    assert params_of(engine, {"top_p": 0.5}) == SamplingParams(temperature=0.7, top_p=0.5)
+    assert params_of(engine, {"temperature": None}) == SamplingParams(temperature=0.7)
+    assert params_of(engine, {"temperature": 0.2}) == SamplingParams(temperature=0.2)
+    # Ready ones do not say what of them was given.
+    assert params_of(engine, SamplingParams(top_p=0.5)) == SamplingParams(top_p=0.5)
+    bare = {"max_new_tokens": 40, "ignore_eos": True, "seed": 3}
+    outs = [engine.generate(TEXTS[0], p) for p in (bare, bare | {"temperature": 0.7})]
+    assert outs[0]["output_ids"] == outs[1]["output_ids"]
+
+
+def test_fixed_sampling_defaults(directory):
+    with start(directory, sampling_defaults="openai") as engine:
+        assert params_of(engine, None) == SamplingParams()
+        assert params_of(engine, {"top_p": 0.5}) == SamplingParams(top_p=0.5)
 
 
 # Parts of streams.

@@ -162,6 +162,7 @@ def test_an_exception_in_a_stream_gives_everything_back(engine, gate, monkeypatc
     ("arguments", "message"),
     [
         ({"max_running_request": 3}, "unknown engine argument 'max_running_request'"),
+        ({"sampling_defaults": "mine"}, "sampling_defaults must be model or openai, got 'mine'"),
         ({"load_format": "fast"}, "load_format must be auto or dummy, got 'fast'"),
         ({"max_running_requests": 0}, r"max_running_requests must be an integer in \[1, .* got 0"),
         ({"max_running_requests": "8"}, "max_running_requests must be an integer .* got '8'"),
@@ -198,6 +199,16 @@ def test_a_tokenizer_of_another_model(tmp_path):
     directory = tiny_models.write_with_tokenizer(tmp_path, config)
     tiny_models.write(directory, config | {"vocab_size": 400})
     with pytest.raises(ValueError, match="the tokenizer has ids up to 422, .* ends at 399"):
+        Engine(directory, load_format="dummy")
+
+
+def test_a_bad_sampling_default_of_the_model_ends_the_start(tmp_path):
+    config = tiny_models.two_layers("q35_dense")
+    directory = tiny_models.write_with_tokenizer(tmp_path, config)
+    (directory / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(
+        ValueError, match=r"generation_config.json: top_p must be in \(0, 1], got 7"
+    ):
         Engine(directory, load_format="dummy")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from serve.cli import terminal
-from tests.serve.cli.toy import ToyEngine, ToyTokenizer
+from tests.serve.cli.toy import ToyEngine
 
 
 @pytest.fixture
@@ -12,7 +12,6 @@ def toy(monkeypatch):
     monkeypatch.setattr(terminal, "Engine", ToyEngine)
     monkeypatch.setattr(ToyEngine, "most_under_way", 0)
     monkeypatch.setattr(ToyEngine, "after_pieces", None)
-    monkeypatch.setattr(ToyTokenizer, "generation_defaults", {})
     return ToyEngine
 
 

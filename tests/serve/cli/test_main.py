@@ -114,6 +114,7 @@ def test_every_flag_reaches_the_engine():
         "memory_bytes": 1000,
         "compilation_cache_dir": "kept",
         "skip_tokenizer_init": False,
+        "sampling_defaults": "model",
     }
     assert SamplingParams(**ToyEngine.calls[0][1].__dict__) == SamplingParams(
         max_new_tokens=7,
@@ -227,20 +228,15 @@ def test_absent_files_and_bad_variables_are_one_line_and_exit_2(capsys, monkeypa
     assert "the environment: unknown option 'temperatur'" in capsys.readouterr().err
 
 
-def test_the_models_own_sampling_defaults_lie_below_everything(monkeypatch, toy):
-    generation = {"temperature": 0.7, "top_k": 0, "top_p": 0.95, "eos_token_id": 1, "do_sample": 1}
-    monkeypatch.setattr("tests.serve.cli.toy.ToyTokenizer.generation_defaults", generation)
-    assert main([*GENERATE, "--top-p", "0.5"]) == 0
-    assert toy.calls[0][1] == SamplingParams(temperature=0.7, top_p=0.5)
-    assert main([*GENERATE, "--sampling-defaults", "openai"]) == 0
-    assert toy.calls[0][1] == SamplingParams()
-
-
-def test_a_bad_default_of_the_model_is_named(capsys, monkeypatch):
-    generation = {"top_p": 7}
-    monkeypatch.setattr("tests.serve.cli.toy.ToyTokenizer.generation_defaults", generation)
-    assert main(GENERATE) == 1
-    assert "generation_config.json: top_p must be in (0, 1], got 7" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "argv", [GENERATE, [*GENERATE, "--prompt", "y"], ["chat", "--model", "m", "--message", "x"]]
+)
+def test_the_engine_is_told_whose_sampling_defaults_count_below_what_is_asked(argv):
+    assert main([*argv, "--top-p", "0.5", "--max-new-tokens", "3"]) == 0
+    assert ToyEngine.flags["sampling_defaults"] == "model"
+    assert ToyEngine.calls[0][1] == SamplingParams(top_p=0.5, max_new_tokens=3)
+    assert main([*argv, "--sampling-defaults", "openai"]) == 0
+    assert ToyEngine.flags["sampling_defaults"] == "openai"
 
 
 def test_the_start_is_announced_where_somebody_watches(capsys):

@@ -14,7 +14,6 @@ class ToyTokenizer:
     """A token is a character; a chat is its roles and contents."""
 
     chat = "a template"
-    generation_defaults: dict[str, Any] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the characters' numbers."""
