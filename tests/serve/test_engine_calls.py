@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import pytest
 
 from serve import Engine, SamplingParams
+from serve.call_options import BlockingOptions
 from serve.inputs import fold
 from tests.serve.engines import SLOTS, TEXTS, greedy, sampled, settle, start
 
@@ -250,6 +252,13 @@ def test_an_option_that_there_is_not(no_steps, name, option, hint):
         )
     message = f"{name}() got an unexpected keyword argument {option!r}{hint}"
     assert str(raised.value) == message
+
+
+def test_every_option_is_explained():
+    arguments = (Engine.generate.__doc__ or "").split("Args:")[1].split("Returns:")[0]
+    explained = set(re.findall(r"^ {10}(\w+): ", arguments, re.M))
+    own = {"prompt", "sampling_params", "input_ids"}
+    assert explained == BlockingOptions.__optional_keys__ | own
 
 
 def test_only_a_call_that_waits_has_a_bar(no_steps):
