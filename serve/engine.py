@@ -34,6 +34,7 @@ from serve.results import meta_info
 from serve.runner import Runner
 from serve.sampling_params import SamplingParams
 from serve.scheduler import Capacities, Scheduler
+from serve.sglang_flags import engine_fields
 from serve.speculation import make_speculation
 from serve.streams import AsyncWaiter, PartReader, Result, Waiter
 from serve.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ class Engine:
             `SamplingParams`; `openai` is `SamplingParams` alone. A ready one is taken as it is.
           compilation_cache_dir: where compiled programs are kept for the next start; None keeps
             none, "auto" what JAX is configured for, else `.cache/qwen-hybrid/compiled` at home.
-          capacities: fields of `EngineConfig`.
+          capacities: fields of `EngineConfig`, or SGLang's names of them.
 
         Raises:
           FileNotFoundError: no such model. ValueError: a bad argument or checkpoint.
@@ -88,7 +89,7 @@ class Engine:
         require_bool("incremental_streaming_output", incremental_streaming_output)
         self._is_incremental = incremental_streaming_output
         self._interval = SamplingParams(stream_interval=stream_interval).stream_interval or 1
-        self.engine_config = engine_config(capacities)
+        self.engine_config = engine_config(engine_fields(capacities))
         use_compilation_cache(compilation_cache_dir)
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_directory(self.model_path)

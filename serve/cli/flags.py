@@ -11,6 +11,7 @@ from serve.cli.errors import UsageError
 from serve.engine_config import EngineConfig
 from serve.inputs import SAMPLING_DEFAULTS
 from serve.sampling_params import ALIASES, as_sampling_params
+from serve.sglang_flags import FIXED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class Flag:
     Attributes:
       name: where its value is kept; the spelling is made of it.
       help: one line.
-      read: text to value; `bool` makes a pair `--name` and `--no-name`.
+      read: text to value; `bool` makes a pair `--name` and `--no-name`, or with `choices`, which
+        then are `true`, `--name` alone.
       default: the value if it is given nowhere.
       choices: the valid texts, all if empty.
       aliases: more spellings.
@@ -53,6 +55,9 @@ class Flag:
             group.add_argument(self.name, type=self.parse, metavar=self.metavar, help=self.help)
             return
         common = {"dest": self.name, "default": argparse.SUPPRESS, "help": self.help + shown}
+        if self.read is bool and self.choices:
+            group.add_argument(*self.spellings, action="store_true", **common)
+            return
         if self.read is bool:
             group.add_argument(*self.spellings, action=argparse.BooleanOptionalAction, **common)
             return
@@ -70,7 +75,11 @@ class Flag:
         """
         if self.choices and text not in self.choices:
             supported = ", ".join(self.choices)
-            raise argparse.ArgumentTypeError(f"invalid value {text!r} (choose from {supported})")
+            # Of a flag that has one value, the help says why.
+            why = f": {self.help}" if len(self.choices) == 1 else ""
+            raise argparse.ArgumentTypeError(
+                f"invalid value {text!r} (choose from {supported}){why}"
+            )
         try:
             return self.read(text)
         except ValueError as error:
@@ -146,6 +155,17 @@ MEMORY_FLAGS = (
 
 ENGINE_FLAGS = (*MODEL_FLAGS, *MEMORY_FLAGS)
 
+# They set nothing: what they may say is so.
+FIXED_FLAGS = tuple(
+    Flag(
+        name=name,
+        read=type(fixed.value),
+        choices=(str(fixed.value).lower(),),
+        help=fixed.why,
+    )
+    for name, fixed in FIXED.items()
+)
+
 
 def _sampling(name: str, help: str, *, field: str | None = None, **more: Any) -> Flag:
     """An option that sets a sampling parameter; not given, what lies below it counts."""
@@ -166,6 +186,7 @@ SAMPLING_FLAGS = (
     _sampling("stop_token_ids", "a token that ends the text", read=int, is_list=True),
     _sampling("ignore_eos", "go on past the end of the text", read=bool),
     _sampling("n", "samples of each prompt", read=int),
+    _sampling("stream_interval", "tokens that a stream shows at once, at least", read=int),
     _sampling("seed", "fixes the noise; drawn if not given", field="sampling_seed", read=int),
 )
 
@@ -180,6 +201,7 @@ SAMPLING_DEFAULTS_FLAG = Flag(
 SAMPLING_SOURCES = (
     Flag(
         name="sampling_params",
+        aliases=("--preferred-sampling-params",),
         read=json_object,
         metavar="JSON",
         help="any sampling parameters by name; the flags above come before them",
@@ -200,6 +222,7 @@ LOG_FLAGS = (
 ENGINE_GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "model": MODEL_FLAGS,
     "memory and schedule": MEMORY_FLAGS,
+    "what is so in any case": FIXED_FLAGS,
 }
 SAMPLING_GROUP: Mapping[str, tuple[Flag, ...]] = {"sampling": (*SAMPLING_FLAGS, *SAMPLING_SOURCES)}
 

@@ -1,6 +1,7 @@
 """Entry point: picks the command and turns its errors into messages and exit codes."""
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from serve.cli.environment import default_compilation_cache
 from serve.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UsageError
 from serve.cli.settings import merge
 from serve.cli.terminal import logs
+from serve.sglang_flags import refusal
 
 PROGRAM = "qwen-hybrid"
 COMMANDS: tuple[Command, ...] = (
@@ -65,7 +67,9 @@ def settings(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
       UsageError: something that there is not.
     """
-    given = build_parser().parse_args(argv)
+    given, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        raise UsageError(_unknown(unknown, given.command))
     known = [
         name
         for command in COMMANDS
@@ -78,6 +82,18 @@ def settings(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.verbose:
         args.log_level = "info"
     return args
+
+
+def _unknown(words: Sequence[str], command: Command) -> str:
+    """Return what is wrong with words that no option takes: refused by name, or unknown."""
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    for spelling in names:
+        if problem := refusal(spelling.removeprefix("--").replace("-", "_"), spelling=spelling):
+            return problem
+    spellings = [spelling for flag in command.flags for spelling in flag.spellings]
+    guesses = [g for name in names for g in difflib.get_close_matches(name, spellings, n=1)]
+    hint = f"; did you mean {guesses[0]}?" if guesses else ""
+    return f"unrecognized arguments: {' '.join(words)}{hint}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import yaml
 
 from serve.cli.errors import UsageError
 from serve.cli.flags import Flag
+from serve.sglang_flags import refusal
 
 ENVIRONMENT_PREFIX = "QWEN_HYBRID_"
 TRUE = ("1", "true", "yes", "on")
@@ -84,6 +85,8 @@ def _values(
             if value is not None:
                 values[flag.name] = _value(flag, value, where=f"{where}: {name}")
         elif name not in known:
+            if problem := refusal(name, spelling=name):
+                raise UsageError(f"{where}: {problem}")
             guess = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {guess[0]!r}?" if guess else ""
             raise UsageError(f"{where}: unknown option {name!r}{hint}")
@@ -110,7 +113,10 @@ def _listed(value: Any) -> list[Any]:
 def _single(flag: Flag, value: Any, *, where: str) -> Any:
     """Return one value, read and checked."""
     if flag.read is bool:
-        return _switch(value, where=where)
+        is_on = _switch(value, where=where)
+        if flag.choices and not is_on:
+            raise UsageError(f"{where}: can only be true: {flag.help}")
+        return is_on
     if isinstance(value, dict):
         value = json.dumps(value)
     if isinstance(value, bool | list) or not isinstance(value, str | int | float):

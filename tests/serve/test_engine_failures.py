@@ -163,6 +163,8 @@ def test_an_exception_in_a_stream_gives_everything_back(engine, gate, monkeypatc
     [
         ({"max_running_request": 3}, "unknown engine argument 'max_running_request'"),
         ({"sampling_defaults": "mine"}, "sampling_defaults must be model or openai, got 'mine'"),
+        ({"tp_size": 2}, "tp_size can only be 1, got 2: a model runs on one device"),
+        ({"quantization": "fp8"}, "quantization is not supported: quantised weights are not"),
         ({"load_format": "fast"}, "load_format must be auto or dummy, got 'fast'"),
         ({"max_running_requests": 0}, r"max_running_requests must be an integer in \[1, .* got 0"),
         ({"max_running_requests": "8"}, "max_running_requests must be an integer .* got '8'"),

@@ -24,8 +24,14 @@ def with_toy(toy):
         (["--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
         (["--max-new-tokens", "2", "--min-new-tokens", "3"], "min_new_tokens must be in [0, max"),
         (["--sampling-params", '{"temprature": 3}'], "did you mean 'temperature'?"),
-        (["--sampling-params", "[1]"], "argument --sampling-params: must be a JSON object"),
-        (["--sampling-params", "{"], "argument --sampling-params: not JSON"),
+        (
+            ["--sampling-params", "[1]"],
+            "--preferred-sampling-params: must be a JSON object, got [1]",
+        ),
+        (
+            ["--sampling-params", "{"],
+            "argument --sampling-params/--preferred-sampling-params: not JSON",
+        ),
         (["--dtype", "float16"], "invalid value 'float16' (choose from auto, float32, bfloat16)"),
         (["--load-format", "gguf"], "(choose from auto, dummy)"),
         (["--mamba-ssm-dtype", "int8"], "(choose from float32, bfloat16"),
@@ -34,7 +40,8 @@ def with_toy(toy):
             "max_running_requests must be an integer in [1, 1048576], got 0",
         ),
         (["--top-k", "x"], "argument --top-k: invalid int value 'x'"),
-        (["--image", "x"], "unrecognized arguments: --image x"),
+        (["--image", "x"], "unrecognized arguments: --image x\n"),
+        (["--temprature=1"], "arguments: --temprature=1; did you mean --temperature?"),
         (["--input", "f.jsonl"], "give --prompt or --input, not both"),
     ],
 )
@@ -97,8 +104,9 @@ def test_every_flag_reaches_the_engine():
     flags = (
         "--max-new-tokens 7 --min-new-tokens 2 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 "
         "--frequency-penalty 0.1 --presence-penalty 0.2 --repetition-penalty 1.5 --stop a --stop b "
-        "--stop-token-ids 1 2 --seed 9 --ignore-eos --dtype bfloat16 --load-format dummy "
-        "--mamba-ssm-dtype bfloat16 --context-length 90 --max-running-requests 2 "
+        "--stop-token-ids 1 2 --seed 9 --ignore-eos --stream-interval 4 "
+        "--dtype bfloat16 --load-format dummy --mamba-ssm-dtype bfloat16 --context-length 90 "
+        "--max-running-requests 2 "
         "--chunked-prefill-size 32 --page-size 16 --memory-bytes 1000 --compilation-cache-dir kept"
     )
     assert main([*GENERATE, *flags.split()]) == 0
@@ -130,6 +138,7 @@ def test_every_flag_reaches_the_engine():
         stop_token_ids=[1, 2],
         sampling_seed=9,
         ignore_eos=True,
+        stream_interval=4,
     )
 
 
