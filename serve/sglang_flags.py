@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _NO_SERVER = "there is no server yet"
-_NO_SPECULATION = "there is no speculative decoding yet"
+_NO_DSPARK = "there is no DSPARK drafter yet"
 _ONE_BUDGET = "memory_bytes is the one budget of the decode state"
 
 # The same meaning under the same name.
@@ -27,6 +27,9 @@ HONOURED = frozenset(
         "preferred_sampling_params",
         "sampling_defaults",
         "skip_tokenizer_init",
+        "speculative_algorithm",
+        "speculative_debug",
+        "speculative_num_draft_tokens",
         "stream_interval",
     }
 )
@@ -66,7 +69,7 @@ REFUSED: Mapping[str, str] = {
     "chat_template": "the template is that of the model directory",
     "decode_log_interval": _NO_SERVER,
     "device": "JAX chooses the device, as its own JAX_PLATFORMS says",
-    "disable_self_check": _NO_SPECULATION,
+    "disable_self_check": "there is no self-check at the start yet",
     "enable_metrics": _NO_SERVER,
     "enable_ssl_refresh": _NO_SERVER,
     "grpc_services": _NO_SERVER,
@@ -91,12 +94,9 @@ REFUSED: Mapping[str, str] = {
     "revision": "nothing is downloaded: model_path names a directory",
     "served_model_name": _NO_SERVER,
     "shutdown_timeout": _NO_SERVER,
-    "speculative_algorithm": _NO_SPECULATION,
-    "speculative_debug": _NO_SPECULATION,
-    "speculative_draft_model_path": _NO_SPECULATION,
-    "speculative_dspark_block_size": _NO_SPECULATION,
-    "speculative_num_draft_tokens": _NO_SPECULATION,
-    "speculative_num_steps": _NO_SPECULATION,
+    "speculative_draft_model_path": _NO_DSPARK,
+    "speculative_dspark_block_size": _NO_DSPARK,
+    "speculative_num_steps": "speculative_num_draft_tokens sets the width, which is one more",
     "ssl_ca_certs": _NO_SERVER,
     "ssl_certfile": _NO_SERVER,
     "ssl_keyfile": _NO_SERVER,

@@ -12,6 +12,7 @@ from serve.engine_config import EngineConfig
 from serve.inputs import SAMPLING_DEFAULTS
 from serve.sampling_params import ALIASES, as_sampling_params
 from serve.sglang_flags import FIXED
+from serve.speculation import DEBUG_HELP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,21 @@ MEMORY_FLAGS = (
     _engine("memory_bytes", "byte budget of the decode state; made to fit if not given", read=int),
 )
 
-ENGINE_FLAGS = (*MODEL_FLAGS, *MEMORY_FLAGS)
+SPECULATION_FLAGS = (
+    _engine(
+        "speculative_algorithm",
+        "who drafts: NEXTN (also MTP, the model's own head) or NGRAM (prompt lookup); nobody if "
+        "not given",
+    ),
+    _engine(
+        "speculative_num_draft_tokens",
+        "rows of a verify window: the drafts and the target's own token",
+        read=int,
+    ),
+    _engine("speculative_debug", f"drafts for diagnosis: {DEBUG_HELP}"),
+)
+
+ENGINE_FLAGS = (*MODEL_FLAGS, *MEMORY_FLAGS, *SPECULATION_FLAGS)
 
 # They set nothing: what they may say is so.
 FIXED_FLAGS = tuple(
@@ -222,6 +237,7 @@ LOG_FLAGS = (
 ENGINE_GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "model": MODEL_FLAGS,
     "memory and schedule": MEMORY_FLAGS,
+    "speculative decoding": SPECULATION_FLAGS,
     "what is so in any case": FIXED_FLAGS,
 }
 SAMPLING_GROUP: Mapping[str, tuple[Flag, ...]] = {"sampling": (*SAMPLING_FLAGS, *SAMPLING_SOURCES)}
