@@ -19,7 +19,7 @@ from pallas_kernels.sampling import log_probabilities
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.layers import Weights
 from qwen_hybrid.model import HybridModel
-from qwen_hybrid.state import Call, ModelState, Sequences, StateConfig, commit, init_state
+from qwen_hybrid.state import Call, ModelState, StateConfig, commit, init_state
 from qwen_hybrid.step import logits
 
 # A seal never goes where the state that it is computed from lies.
@@ -32,8 +32,15 @@ def fixed_batch(
     max_tokens: int,
     dtype: str = "float32",
     state_dtype: StateDtype = StateDtype.FLOAT32,
+    max_window: int = 1,
+    with_mtp: bool = False,
 ) -> StateConfig:
-    """Return the capacities that some sequences of at most `max_tokens` tokens each need."""
+    """Return the capacities that some sequences of at most `max_tokens` tokens each need.
+
+    Args:
+        max_window: rows that a call may compute of a sequence without committing all of them.
+        with_mtp: hold the state of the MTP layer too.
+    """
     blocks = -(-max_tokens // StateConfig.block_size)
     return StateConfig(
         num_slots=batch_size,
@@ -42,6 +49,8 @@ def fixed_batch(
         blocks_per_slot=blocks,
         dtype=dtype,
         state_dtype=state_dtype,
+        max_window=max_window,
+        with_mtp=with_mtp,
     )
 
 
@@ -95,18 +104,18 @@ def extend(
     slot = jnp.minimum(jnp.searchsorted(ends, row, side="right"), num_slots - 1)
     packed = ids[slot, jnp.clip(row - (ends - count)[slot], 0, width - 1)]
     call = Call(packed.astype(jnp.int32), count, count, jnp.zeros(num_slots, bool))
-    state = dataclasses.replace(state, sequences=_with_next_slot(state))
+    state = with_next_slots(state)
     out, state = logits(model, state_config, params, state, call)
     place = (ends - count)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     return out[jnp.minimum(place, num_rows - 1)], commit(state, count)
 
 
-def _with_next_slot(state: ModelState) -> Sequences:
-    """Return where the sequences stand, each with the one of its state slots that is free."""
+def with_next_slots(state: ModelState) -> ModelState:
+    """Return the state with room for each sequence's next seal: the free one of its state slots."""
     sequences = state.sequences
     first = SLOTS_OF_ONE * jnp.arange(sequences.sealed_slot.shape[0], dtype=jnp.int32) + 1
     free = jnp.where(sequences.sealed_slot == first, first + 1, first)
-    return dataclasses.replace(sequences, next_slot=free)
+    return dataclasses.replace(state, sequences=dataclasses.replace(sequences, next_slot=free))
 
 
 def token_log_probabilities(

@@ -13,7 +13,7 @@ from qwen_hybrid.step import Chosen, Reads, SlotParameters, choose_tokens
 from spec.accept import accept, next_tokens, row_tokens
 from spec.drafter import AbstractDrafter, Observed, Target
 from spec.layout import Layout, with_drafts
-from spec.state import Accepted, Proposal, SpecCall, SpecState, StepOutput
+from spec.state import Accepted, SpecCall, SpecState, StepOutput
 
 
 @struct
@@ -99,18 +99,18 @@ def step(
     verified = verify(target, state, layout, parameters)
     accepted = accept(call, proposal, layout.window, verified.tokens, state.history)
     state = committed(state, verified, accepted, parameters)
-    observed = Observed(
+    seen = observed(call, layout, verified, accepted)
+    state = drafter.observe(target, state, seen, parameters)
+    sealed_len = state.model.sequences.sealed_len
+    return StepOutput(verified.chosen, accepted, proposal, sealed_len), state
+
+
+def observed(call: SpecCall, layout: Layout, verified: Verified, accepted: Accepted) -> Observed:
+    """What a drafter learns from a step."""
+    return Observed(
         rows=verified.rows,
         next_ids=next_tokens(call, verified.rows, layout.call.ids, verified.tokens),
         x=verified.x,
         taps=verified.taps,
         accepted=accepted,
     )
-    state = drafter.observe(target, state, observed, parameters)
-    return _output(verified, accepted, proposal, state), state
-
-
-def _output(
-    verified: Verified, accepted: Accepted, proposal: Proposal, state: SpecState
-) -> StepOutput:
-    return StepOutput(verified.chosen, accepted, proposal, state.model.sequences.sealed_len)
