@@ -8,10 +8,12 @@ import logging
 import time
 from typing import Any
 
+from serve.adaptive import AdaptiveLength
 from serve.errors import StepError
 from serve.request import Request, StepResult
 from serve.runner import Runner
 from serve.scheduler import Scheduler, Work
+from serve.step_log import StepLog
 
 _log = logging.getLogger(__name__)
 
@@ -19,9 +21,18 @@ _log = logging.getLogger(__name__)
 class EngineCore:
     """Requests in flight and the device state they run on."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner):
-        """Take over an idle scheduler and a runner."""
-        self.scheduler, self.runner = scheduler, runner
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, adaptive: AdaptiveLength | None = None
+    ):
+        """Take over an idle scheduler and a runner.
+
+        Args:
+          adaptive: chooses how many drafts are verified; all by default.
+        """
+        self.scheduler, self.runner, self._adaptive = scheduler, runner, adaptive
+        self.log = StepLog(scheduler.capacities.num_drafts)
+        if adaptive is not None:
+            scheduler.draft_len = adaptive.length
 
     @property
     def is_idle(self) -> bool:
@@ -84,9 +95,16 @@ class EngineCore:
         # Every state that a seal replaced goes back before a digest may need a slot for its own.
         for item, result in zip(work, results, strict=True):
             self.scheduler.commit(item, result.num_committed, result.sealed_len)
+        self.log.saw(results, self.scheduler)
         for result in results:
+            if self._adaptive is not None and result.is_round:
+                self._adaptive.saw(result.num_accepted, result.num_drafts)
             self._take(result)
         return [item.request for item in work]
+
+    def forget_counts(self) -> None:
+        """Start counting anew, as if nothing had run yet."""
+        self.log = StepLog(self.scheduler.capacities.num_drafts)
 
     def counters(self) -> dict[str, Any]:
         """Sizes and use of the pools, and what was counted since the start."""
@@ -106,6 +124,7 @@ class EngineCore:
             "token_usage": max(blocks.num_taken / total, states.num_taken / num_states),
             "compile_total": self.runner.num_compiles,
             "num_late_compiles": self.runner.num_late_compiles,
+            **self.log.counters(),
         }
 
     def close(self) -> None:

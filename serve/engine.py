@@ -15,6 +15,7 @@ import tqdm
 from qwen_hybrid.digest import combined
 from qwen_hybrid.numerics import Numerics, numerics
 from qwen_hybrid.state import StateConfig
+from serve.adaptive import AdaptiveLength
 from serve.call_options import BlockingOptions, CallOptions, RequestOptions, call_options
 from serve.core import EngineCore
 from serve.engine_config import EngineConfig, longest_text, resolve
@@ -34,6 +35,7 @@ from serve.results import meta_info
 from serve.runner import Runner
 from serve.sampling_params import SamplingParams
 from serve.scheduler import Capacities, Scheduler
+from serve.self_check import self_check
 from serve.sglang_flags import engine_fields
 from serve.speculation import make_speculation
 from serve.streams import AsyncWaiter, PartReader, Result, Waiter
@@ -96,7 +98,9 @@ class Engine:
         defaults = sampling_defaults_of(self.tokenizer, sampling_defaults)
         runner, scheduler = self._load(load_format)
         self.inputs = self._new_inputs(defaults, scheduler)
-        self.core = EngineCore(scheduler, runner)
+        config = self.engine_config
+        adaptive = AdaptiveLength(config.window - 1) if config.speculative_adaptive else None
+        self.core = EngineCore(scheduler, runner, adaptive)
         self._start()
 
     def _load(self, load_format: str) -> tuple[Runner, Scheduler]:
@@ -140,6 +144,10 @@ class Engine:
         self._close = weakref.finalize(self, self.loop.close)
         try:
             self.loop.call(self.core.runner.warm_up)
+            speculation = self.core.runner.speculation
+            is_checked = speculation.is_on and speculation.is_lossless
+            if is_checked and not self.engine_config.disable_self_check:
+                self.loop.call(lambda: self_check(self.core, self.inputs))
         except BaseException:
             self._close()
             raise

@@ -50,6 +50,8 @@ class EngineConfig:
       speculative_algorithm: NEXTN (also MTP), NGRAM, or None to draft nothing.
       speculative_num_draft_tokens: rows of a verify window: the drafts, and the target's own
         token; None for the algorithm's default.
+      speculative_adaptive: verify fewer drafts where many requests generate or few are accepted.
+      disable_self_check: start with speculation although nobody has seen that it changes no bit.
       speculative_debug: drafts for diagnosis: reject, accept:N, oracle, adversarial:K or random.
     """
 
@@ -62,6 +64,8 @@ class EngineConfig:
     state_dtype: str = "float32"
     speculative_algorithm: str | None = None
     speculative_num_draft_tokens: int | None = None
+    speculative_adaptive: bool = False
+    disable_self_check: bool = False
     speculative_debug: str | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +82,9 @@ class EngineConfig:
         known = [d.value for d in StateDtype]
         if self.state_dtype not in known:
             raise ValueError(f"state_dtype must be one of {known}, got {self.state_dtype!r}")
+        for name in ("speculative_adaptive", "disable_self_check"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.speculative_debug is not None:
             Debug.parse(self.speculative_debug)
         _ = self.window

@@ -82,6 +82,8 @@ class Scheduler:
         self.blocks = FreeList(0, capacities.num_blocks)
         self.state_slots = FreeList(1, capacities.num_state_slots - 1)
         self.num_retractions = 0
+        # Drafts at most for each of so many generating requests.
+        self.draft_len: Callable[[int], int] = lambda batch_size: capacities.num_drafts
         self._num_arrived = 0
         # The step being planned, and the rows that it can still take.
         self._work: dict[Request, Work] = {}
@@ -120,8 +122,10 @@ class Scheduler:
         for request in list(self.running):
             if request.slot >= 0 and request.remaining_prefill == 0 and self._room > 0:
                 self._plan_rows(request, 1, is_last=True)
-        for request in [r for r in self.running if r in self._work]:
-            self._plan_drafts(request)
+        generating = [r for r in self.running if r in self._work]
+        most = min(self.draft_len(len(generating)), self.capacities.num_drafts)
+        for request in generating:
+            self._plan_drafts(request, most)
         # Who had to make way would come back at once and have to make way again.
         if self.num_retractions == num_retractions:
             self._admit()
@@ -236,12 +240,12 @@ class Scheduler:
             self._room -= count
         return count
 
-    def _plan_drafts(self, request: Request) -> None:
+    def _plan_drafts(self, request: Request, most: int) -> None:
         """Let drafts follow the row of a generating request, as far as nobody has to make way."""
         item, size = self._work[request], self.capacities.block_size
         # The last token of an output never becomes a row.
         left = request.params.max_new_tokens - len(request.output_ids) - 1
-        count = min(self.capacities.num_drafts, left, self._room)
+        count = min(most, left, self._room)
         start = request.committed_len + 1
         while len(request.blocks) * size < start + count and self.blocks.num_free:
             request.blocks += self.blocks.take(1)

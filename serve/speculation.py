@@ -88,6 +88,11 @@ class Speculation:
         """Something is drafted."""
         return self.drafter.num_drafts > 0
 
+    @property
+    def is_lossless(self) -> bool:
+        """Nothing is emitted but what the target samples."""
+        return self._debug is None or self._debug.kind != ACCEPT
+
     def given(self, request: Request, most: int) -> Given:
         """Drafts for the next tokens of a request that is generating."""
         debug = self._debug
@@ -131,6 +136,9 @@ class Speculation:
     def _looked_up(self, request: Request, most: int) -> list[int]:
         if not isinstance(self.drafter, GivenDrafts):
             return []
+        if request.replay_ids:
+            at = len(request.output_ids)
+            return list(request.replay_ids[at : at + most])
         lookup = self._lookups.setdefault(request, PromptLookup())
         known = len(lookup)
         if known < request.prompt_len:
@@ -142,7 +150,8 @@ class Speculation:
 
 def _key(request: Request) -> Any:
     """What two requests that must give the same output have in common."""
-    return (tuple(request.prompt_ids), request.seed, repr(request.params))
+    seed = request.seed if request.params.temperature > 0 else 0
+    return (tuple(request.prompt_ids), seed, repr(request.params))
 
 
 def algorithm_of(name: str | None) -> str | None:

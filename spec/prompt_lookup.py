@@ -42,10 +42,15 @@ class PromptLookup:
             self._tokens.append(token)
 
     def draft(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next."""
+        """`most` tokens that may come next, or none.
+
+        What followed may run into the newest tokens and beyond: a text that repeats itself goes on
+        repeating itself.
+        """
         end = len(self._tokens)
         for size in self._sizes:
             at = self._after.get(tuple(self._tokens[end - size : end])) if end >= size else None
             if at is not None:
-                return self._tokens[at : at + most]
+                period = end - at
+                return [self._tokens[at + i % period] for i in range(most)]
         return []

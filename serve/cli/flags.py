@@ -165,6 +165,17 @@ SPECULATION_FLAGS = (
         "rows of a verify window: the drafts and the target's own token",
         read=int,
     ),
+    _engine(
+        "speculative_adaptive",
+        "verify fewer drafts where many requests generate or few are accepted",
+        read=bool,
+    ),
+    _engine(
+        "disable_self_check",
+        "start with speculation without comparing a request with drafts and without",
+        read=bool,
+        choices=("true",),
+    ),
     _engine("speculative_debug", f"drafts for diagnosis: {DEBUG_HELP}"),
 )
 

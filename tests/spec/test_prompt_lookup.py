@@ -11,7 +11,10 @@ def searched(tokens: list[int], most: int) -> list[int]:
         newest = tokens[-size:]
         for start in range(len(tokens) - size - 1, -1, -1):
             if len(newest) == size and tokens[start : start + size] == newest:
-                return tokens[start + size :][:most]
+                text = list(tokens)
+                for at in range(start + size, start + size + most):
+                    text.append(text[at])
+                return text[len(tokens) :]
     return []
 
 
