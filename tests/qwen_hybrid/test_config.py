@@ -383,7 +383,7 @@ def test_dspark():
         ({"markov_rank": 128}, "markov_rank"),
         ({"mask_token_id": None, "dspark_config": {}}, "mask_token_id"),
         ({"target_layer_ids": [64], "dspark_config": {}}, "target_layer_ids"),
-        ({"markov_head_type": "rnn"}, "markov_head_type.*rnn"),
+        ({"markov_head_type": "transformer"}, "markov_head_type.*transformer"),
         ({"rope_theta": None}, "rope_theta"),
         ({"hidden_size": None}, "hidden_size"),
     ],
