@@ -116,10 +116,7 @@ class Engine:
         self.numerics: Numerics = numerics(state_config)
         _log.info("numerics %s", self.numerics.describe())
         speculation = make_speculation(
-            self.model_config,
-            algorithm=self.engine_config.algorithm,
-            width=self.engine_config.window,
-            debug=self.engine_config.speculative_debug,
+            self.model_config, self.engine_config.speculation, dtype=dtype
         )
         runner = Runner(
             self.model_config, params, state_config, self.engine_config.row_buckets, speculation

@@ -12,7 +12,15 @@ from pallas_kernels.sampling import history_spec
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.host_memory import check_fits
 from qwen_hybrid.state import StateConfig, inventory, state_spec
-from serve.speculation import NEXTN, Debug, algorithm_of, make_speculation, width_of
+from serve.speculation import (
+    DSPARK,
+    NEXTN,
+    Debug,
+    Settings,
+    algorithm_of,
+    make_drafter,
+    width_of,
+)
 
 # Of one step, and of one block: beyond it no machine has the memory.
 MAX_ROWS = 1 << 20
@@ -47,9 +55,13 @@ class EngineConfig:
         length can use, at most 1 GiB.
       dtype: activation dtype: auto (the checkpoint's), float32 or bfloat16.
       state_dtype: storage of sealed states.
-      speculative_algorithm: NEXTN (also MTP), NGRAM, or None to draft nothing.
+      speculative_algorithm: NEXTN (also MTP), DSPARK, NGRAM, or None to draft nothing.
       speculative_num_draft_tokens: rows of a verify window: the drafts, and the target's own
         token; None for the algorithm's default.
+      speculative_draft_model_path: of DSPARK: demo-dspark, demo-dense-dspark or a directory.
+      speculative_dspark_block_size: the same as one row less of speculative_num_draft_tokens.
+      speculative_dspark_threshold: verify no draft that is taken, with those before it, with less
+        than this probability, as the confidence head has it; 0 verifies all.
       speculative_adaptive: verify fewer drafts where many requests generate or few are accepted.
       disable_self_check: start with speculation although nobody has seen that it changes no bit.
       speculative_debug: drafts for diagnosis: reject, accept:N, oracle, adversarial:K or random.
@@ -64,6 +76,9 @@ class EngineConfig:
     state_dtype: str = "float32"
     speculative_algorithm: str | None = None
     speculative_num_draft_tokens: int | None = None
+    speculative_draft_model_path: str | None = None
+    speculative_dspark_block_size: int | None = None
+    speculative_dspark_threshold: float = 0.0
     speculative_adaptive: bool = False
     disable_self_check: bool = False
     speculative_debug: str | None = None
@@ -87,6 +102,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.speculative_debug is not None:
             Debug.parse(self.speculative_debug)
+        if (self.speculative_draft_model_path is None) == (self.algorithm == DSPARK):
+            raise ValueError(
+                "speculative_draft_model_path is needed by DSPARK and by nothing else, got "
+                f"{self.speculative_draft_model_path!r} and {self.algorithm}"
+            )
         _ = self.window
 
     @property
@@ -97,7 +117,30 @@ class EngineConfig:
     @property
     def window(self) -> int:
         """Rows of a generating request in a step, at most."""
-        return width_of(self.algorithm, self.speculative_debug, self.speculative_num_draft_tokens)
+        return width_of(self.algorithm, self.speculative_debug, self._width)
+
+    @property
+    def _width(self) -> int | None:
+        width, block = self.speculative_num_draft_tokens, self.speculative_dspark_block_size
+        if block is None:
+            return width
+        if self.algorithm != DSPARK or width not in (None, block + 1):
+            raise ValueError(
+                f"speculative_dspark_block_size {block!r} is for DSPARK, in the place of "
+                f"speculative_num_draft_tokens, which is one more; got {self.algorithm} and {width}"
+            )
+        return block + 1
+
+    @property
+    def speculation(self) -> Settings:
+        """How to draft."""
+        return Settings(
+            algorithm=self.algorithm,
+            width=self.window,
+            debug=self.speculative_debug,
+            draft_model_path=self.speculative_draft_model_path,
+            confidence_threshold=self.speculative_dspark_threshold,
+        )
 
     @property
     def max_rows(self) -> int:
@@ -169,9 +212,7 @@ def size_pools(config: EngineConfig, model: HybridConfig, dtype: str) -> tuple[S
         dtype=dtype,
         state_dtype=StateDtype(config.state_dtype),
     )
-    drafter = make_speculation(
-        model, algorithm=config.algorithm, width=config.window, debug=config.speculative_debug
-    ).drafter
+    drafter = make_drafter(model, config.speculation)
     entries = inventory((state_spec(model, smallest), drafter.state_spec(smallest)))
     fixed = sum(e.num_bytes for e in entries if e.per != "block")
     history = history_spec(slots, model.vocab_size)

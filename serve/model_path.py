@@ -4,6 +4,7 @@ import pathlib
 from importlib import resources
 
 PACKAGED_MODELS = ("demo", "demo-dense")
+PACKAGED_DRAFTS = ("demo-dspark", "demo-dense-dspark")
 
 
 def resolve_model_path(model_path: str | pathlib.Path) -> pathlib.Path:
@@ -38,6 +39,23 @@ def resolve_model_path(model_path: str | pathlib.Path) -> pathlib.Path:
             )
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(f"no config.json in {directory}")
+    return directory
+
+
+def resolve_draft_path(draft_model_path: str | pathlib.Path | None) -> pathlib.Path:
+    """Return the directory of a draft model: a packaged one by its name, or a directory.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    if str(draft_model_path) in PACKAGED_DRAFTS:
+        return _packaged(str(draft_model_path))
+    directory = pathlib.Path(str(draft_model_path)).expanduser()
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"no draft model directory {str(draft_model_path)!r}; the only bare names are "
+            f"{' and '.join(PACKAGED_DRAFTS)}, and nothing is downloaded"
+        )
     return directory
 
 

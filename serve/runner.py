@@ -77,7 +77,7 @@ class Runner:
         self._is_warm = False
         drafter = speculation.drafter
         model = HybridModel(config, state_config.dtype, drafter.tap_layers)
-        self._params, self._draft_params = prepare(params), prepare(speculation.params)
+        self._params, self._draft_params = prepare(params), speculation.params
         # Where parameters are loaded to, and with them what a step returns: a state that JAX may
         # still move would make the first step after the warm-up another program.
         device = jax.local_devices()[0]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 _NO_SERVER = "there is no server yet"
-_NO_DSPARK = "there is no DSPARK drafter yet"
 _ONE_BUDGET = "memory_bytes is the one budget of the decode state"
 
 # The same meaning under the same name.
@@ -30,6 +29,8 @@ HONOURED = frozenset(
         "skip_tokenizer_init",
         "speculative_algorithm",
         "speculative_debug",
+        "speculative_draft_model_path",
+        "speculative_dspark_block_size",
         "speculative_num_draft_tokens",
         "stream_interval",
     }
@@ -94,8 +95,6 @@ REFUSED: Mapping[str, str] = {
     "revision": "nothing is downloaded: model_path names a directory",
     "served_model_name": _NO_SERVER,
     "shutdown_timeout": _NO_SERVER,
-    "speculative_draft_model_path": _NO_DSPARK,
-    "speculative_dspark_block_size": _NO_DSPARK,
     "speculative_num_steps": "speculative_num_draft_tokens sets the width, which is one more",
     "ssl_ca_certs": _NO_SERVER,
     "ssl_certfile": _NO_SERVER,

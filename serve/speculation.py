@@ -5,12 +5,14 @@ import random
 from typing import Any
 
 from qwen_hybrid.config import HybridConfig
+from serve.model_path import resolve_draft_path
 from serve.request import Request
 from spec import NO_DRAFTS, AbstractDrafter, GivenDrafts, MtpDrafter, PromptLookup
+from spec.dspark import DSparkDrafter, load_draft, prepare_draft, read_draft_config
 
-NEXTN, NGRAM = "NEXTN", "NGRAM"
+NEXTN, NGRAM, DSPARK = "NEXTN", "NGRAM", "DSPARK"
 # Widths count the target's own token, as SGLang does.
-DEFAULT_WIDTH = {NEXTN: 4, NGRAM: 8}
+DEFAULT_WIDTH = {NEXTN: 4, NGRAM: 8, DSPARK: 8}
 MAX_WIDTH = 17
 ALIASES = {"MTP": NEXTN, "EAGLE": NEXTN}
 REJECT, ORACLE, RANDOM, ACCEPT, ADVERSARIAL = "reject", "oracle", "random", "accept", "adversarial"
@@ -60,7 +62,7 @@ class Speculation:
 
     Attributes:
       drafter: what runs on the device.
-      params: its own parameters, prepared with the target's; an empty tree without.
+      params: its own parameters, in the form that operators compute with; an empty tree without.
     """
 
     def __init__(
@@ -192,16 +194,58 @@ def width_of(algorithm: str | None, debug: str | None, width: int | None) -> int
     return width
 
 
-def make_speculation(
-    config: HybridConfig, *, algorithm: str | None, width: int, debug: str | None
-) -> Speculation:
-    """How an engine with these settings drafts.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to draft, as an engine's configuration has it.
+
+    Attributes:
+      algorithm: by its own name, or None.
+      width: rows of the widest window.
+      debug: drafts for diagnosis, or None.
+      draft_model_path: of DSPARK.
+      confidence_threshold: of DSPARK.
+    """
+
+    algorithm: str | None
+    width: int
+    debug: str | None
+    draft_model_path: str | None
+    confidence_threshold: float
+
+
+def make_drafter(config: HybridConfig, settings: Settings) -> AbstractDrafter:
+    """The drafter that an engine with these settings runs; its weights are not read.
 
     Raises:
-      ValueError: the model cannot.
+      ValueError: the model cannot, or the draft model is another target's.
+      FileNotFoundError: no such draft model.
     """
-    parsed = None if debug is None else Debug.parse(debug)
-    drafter: AbstractDrafter = GivenDrafts(width - 1)
-    if algorithm == NEXTN:
-        drafter = MtpDrafter(num_drafts=width - 1, config=config)
-    return Speculation(drafter, debug=parsed, vocab_size=config.vocab_size)
+    if settings.algorithm == NEXTN:
+        return MtpDrafter(num_drafts=settings.width - 1, config=config)
+    if settings.algorithm == DSPARK:
+        directory = resolve_draft_path(settings.draft_model_path)
+        drafter = DSparkDrafter(
+            config=read_draft_config(directory),
+            num_drafts=settings.width - 1,
+            threshold=settings.confidence_threshold,
+        )
+        drafter.require_target(config)
+        return drafter
+    return GivenDrafts(settings.width - 1)
+
+
+def make_speculation(config: HybridConfig, settings: Settings, *, dtype: str) -> Speculation:
+    """The drafter with its weights.
+
+    Args:
+      dtype: the target's activation dtype.
+
+    Raises:
+      ValueError, FileNotFoundError: as `make_drafter`. CheckpointError: a damaged draft model.
+    """
+    debug = None if settings.debug is None else Debug.parse(settings.debug)
+    drafter, params = make_drafter(config, settings), None
+    if isinstance(drafter, DSparkDrafter):
+        directory = resolve_draft_path(settings.draft_model_path)
+        params = prepare_draft(load_draft(directory, drafter.config, dtype=dtype))
+    return Speculation(drafter, params=params, debug=debug, vocab_size=config.vocab_size)

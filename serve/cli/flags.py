@@ -157,13 +157,24 @@ MEMORY_FLAGS = (
 SPECULATION_FLAGS = (
     _engine(
         "speculative_algorithm",
-        "who drafts: NEXTN (also MTP, the model's own head) or NGRAM (prompt lookup); nobody if "
-        "not given",
+        "who drafts: NEXTN (also MTP, the model's own head), DSPARK (a draft model) or NGRAM (prompt "
+        "lookup); nobody if not given",
     ),
     _engine(
         "speculative_num_draft_tokens",
         "rows of a verify window: the drafts and the target's own token",
         read=int,
+    ),
+    _engine(
+        "speculative_draft_model_path",
+        "draft model of DSPARK: demo-dspark, demo-dense-dspark or a directory",
+        metavar="NAME_OR_DIR",
+    ),
+    _engine("speculative_dspark_block_size", "drafts of DSPARK in a block", read=int),
+    _engine(
+        "speculative_dspark_threshold",
+        "probability of being taken below which DSPARK's drafts are not verified; 0 verifies all",
+        read=float,
     ),
     _engine(
         "speculative_adaptive",

@@ -1,5 +1,6 @@
 """The DSpark drafter: blocks of drafts from one pass over the target's tapped rows."""
 
+from spec.dspark.drafter import DSparkDrafter as DSparkDrafter
 from spec.dspark.model import Anchors as Anchors
 from spec.dspark.model import draft_len as draft_len
 from spec.dspark.model import inject as inject
