@@ -6,27 +6,25 @@ from collections.abc import Callable
 from serve.request import Request
 from serve.scheduler import Scheduler
 
-BLOCK = 64
-
 
 def _generates(request: Request) -> bool:
     return request.remaining_prefill == 0 and len(request.output_ids) > 0
 
 
-# What a running request looks like at each moment. A request that was preempted and has no new
-# token is left alone, as the scheduler does, so that none of these is about one.
-MOMENTS: dict[str, Callable[[Request], bool]] = {
-    "admitted": lambda r: r.committed_len == 0,
-    "in a prompt": lambda r: 0 < r.committed_len < r.prompt_len,
-    "first token": lambda r: _generates(r) and len(r.output_ids) == 1,
-    "decoding": lambda r: _generates(r) and len(r.output_ids) > 2,
-    "before a boundary": lambda r: r.committed_len % BLOCK == BLOCK - 1,
-    "at a boundary": lambda r: r.committed_len > 0 and r.committed_len % BLOCK == 0,
-    "after a boundary": lambda r: r.committed_len > 1 and r.committed_len % BLOCK == 1,
-    "seal waits": lambda r: r.next_slot < 0 and r.committed_len > r.sealed_len + BLOCK,
-    "twice": lambda r: r.num_retractions > 0 and len(r.output_ids) == r.preempted_at + 1,
+# What a running request looks like at each moment, given the block's size. A request that was
+# preempted and has no new token is left alone, as the scheduler does, so that none of these is
+# about one.
+MOMENTS: dict[str, Callable[[Request, int], bool]] = {
+    "admitted": lambda r, _: r.committed_len == 0,
+    "in a prompt": lambda r, _: 0 < r.committed_len < r.prompt_len,
+    "first token": lambda r, _: _generates(r) and len(r.output_ids) == 1,
+    "decoding": lambda r, _: _generates(r) and len(r.output_ids) > 2,
+    "before a boundary": lambda r, size: r.committed_len % size == size - 1,
+    "at a boundary": lambda r, size: r.committed_len > 0 and r.committed_len % size == 0,
+    "after a boundary": lambda r, size: r.committed_len > 1 and r.committed_len % size == 1,
+    "seal waits": lambda r, size: r.next_slot < 0 and r.committed_len > r.sealed_len + size,
+    "twice": lambda r, _: r.num_retractions > 0 and len(r.output_ids) == r.preempted_at + 1,
 }
-
 
 # Of each pair of chunk and moment, at most: schedules must come to other things, too.
 TIMES = 3
@@ -39,9 +37,11 @@ class Cover:
     """Preempts requests at moments that were not met yet with this way of cutting prompts.
 
     Attributes:
+      block: tokens of a block.
       met: how often each (chunk, moment) was.
     """
 
+    block: int
     met: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
 
     def between_steps(self, scheduler: Scheduler, chunk: int) -> int:
@@ -55,8 +55,8 @@ class Cover:
         """Whether the request is at a moment that is new enough; then the rarest counts as met."""
         if request.is_finished or request.is_protected:
             return False
-        at = [(self.met.get((chunk, name), 0), name) for name in MOMENTS if MOMENTS[name](request)]
-        count, moment = min(at, default=(TIMES, ""))
+        now = [name for name, is_now in MOMENTS.items() if is_now(request, self.block)]
+        count, moment = min(((self.met.get((chunk, n), 0), n) for n in now), default=(TIMES, ""))
         if count < TIMES:
             self.met[chunk, moment] = count + 1
         return count < TIMES
@@ -69,25 +69,34 @@ class Cover:
 class Held:
     """Blocks and state slots that are kept from the requests, so that they run out."""
 
-    def __init__(self, scheduler: Scheduler, num_blocks: int):
-        """Leave `num_blocks` of the blocks."""
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, *, num_blocks: int, width: int):
+        """Leave some of the blocks.
+
+        Args:
+          num_blocks: how many.
+          width: tokens that a step can give a request at most.
+        """
+        self._scheduler, self._width = scheduler, width
         self._blocks = scheduler.blocks.take(scheduler.blocks.num_free - num_blocks)
         self._states: list[int] = []
 
     def between_steps(self) -> None:
         """Hold every free state slot, so that seals wait, until one has waited long enough."""
         running, states = self._scheduler.running, self._scheduler.state_slots
+        patience = self._scheduler.capacities.block_size + PATIENCE
         # The digest at a request's end needs a slot, whatever waits.
-        ends = any(r.stop_ids or len(r.output_ids) + 1 >= r.params.max_new_tokens for r in running)
-        waited = any(r.committed_len - r.sealed_len >= BLOCK + PATIENCE for r in running)
+        ends = any(r.stop_ids or self._may_end(r) for r in running)
+        waited = any(r.committed_len - r.sealed_len >= patience for r in running)
         if ends or waited:
             states.give(self._states)
             self._states = []
         else:
             self._states += states.take(states.num_free)
 
-    def give_back(self) -> None:
+    def _may_end(self, request: Request) -> bool:
+        return len(request.output_ids) + self._width >= request.params.max_new_tokens
+
+    def close(self) -> None:
         """Hold nothing any more."""
         self._scheduler.blocks.give(self._blocks)
         self._scheduler.state_slots.give(self._states)
