@@ -7,7 +7,17 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from serve.cli import bench_offline, bench_one_batch, chat, convert, drift, generate, info, score
+from serve.cli import (
+    bench_offline,
+    bench_one_batch,
+    chat,
+    check,
+    convert,
+    drift,
+    generate,
+    info,
+    score,
+)
 from serve.cli.command import Command
 from serve.cli.environment import default_compilation_cache
 from serve.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UsageError
@@ -21,6 +31,7 @@ COMMANDS: tuple[Command, ...] = (
     chat.COMMAND,
     score.COMMAND,
     info.COMMAND,
+    check.COMMAND,
     bench_one_batch.COMMAND,
     bench_offline.COMMAND,
     convert.COMMAND,
