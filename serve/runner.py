@@ -20,7 +20,7 @@ from serve.request import Logprobs, Pair, Request, StepResult
 from serve.sampling_slots import SamplingSlots
 from serve.scheduler import Work
 from serve.speculation import Speculation
-from spec import SpecCall, SpecState, StepOutput, Target, step
+from spec import Accepted, SpecCall, SpecState, StepOutput, Target, step
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,16 @@ class _Packed:
     ids: list[int]
     reads: list[tuple[int, int]]
     spans: list[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What the host takes of a step's output; `chosen` only where log-probabilities are wanted."""
+
+    accepted: Accepted
+    num_drafts: np.ndarray
+    sealed_len: np.ndarray
+    chosen: Chosen | None
 
 
 def _packed(work: list[Work]) -> _Packed:
@@ -130,12 +140,14 @@ class Runner:
         output = self._call(rows, packed, self._spec_call(rows, packed))
         # Most steps want tokens alone: the rest stays where it is.
         wants_all = any(item.request.wants_logprobs for item in work)
-        given = output if wants_all else dataclasses.replace(output, chosen=None)
-        given = jax.device_get(given)
+        given = _Given(
+            *jax.device_get((output.accepted, output.proposal.count, output.sealed_len)),
+            jax.device_get(output.chosen) if wants_all else None,
+        )
         first_draft, by_request = len(packed.reads), {}
         for item, span in zip(packed.items, packed.spans, strict=True):
             by_request[item.request] = _result(item, given, packed.reads, span, first_draft)
-            first_draft += int(given.proposal.count[item.request.slot])
+            first_draft += int(given.num_drafts[item.request.slot])
         return [by_request[item.request] for item in work]
 
     def is_whole(self) -> bool:
@@ -268,7 +280,7 @@ def _next_id(item: Work) -> int:
 
 def _result(
     item: Work,
-    given: StepOutput,
+    given: _Given,
     reads: list[tuple[int, int]],
     span: tuple[int, int],
     first_draft: int,
@@ -295,7 +307,7 @@ def _result(
         num_committed=int(accepted.num_committed[slot]),
         sealed_len=int(given.sealed_len[slot]),
         is_round=is_sampled and bool(request.output_ids),
-        num_drafts=int(given.proposal.count[slot]),
+        num_drafts=int(given.num_drafts[slot]),
         num_accepted=num_accepted,
     )
 

@@ -91,13 +91,13 @@ class StepOutput:
 
     Attributes:
       chosen: for the rows that the host reads, in its order, then for the rows of drafts, slot
-        after slot; None where the host leaves that on the device.
+        after slot.
       accepted: by slot.
       proposal: the drafts that were verified.
       sealed_len: boundary of each slot's sealed state after the step.
     """
 
-    chosen: Chosen | None
+    chosen: Chosen
     accepted: Accepted
     proposal: Proposal
     sealed_len: Int[Array, " B"]

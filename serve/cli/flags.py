@@ -157,8 +157,8 @@ MEMORY_FLAGS = (
 SPECULATION_FLAGS = (
     _engine(
         "speculative_algorithm",
-        "who drafts: NEXTN (also MTP, the model's own head), DSPARK (a draft model) or NGRAM (prompt "
-        "lookup); nobody if not given",
+        "who drafts: NEXTN (also MTP, the model's own head), DSPARK (a draft model) or NGRAM "
+        "(prompt lookup); nobody if not given",
     ),
     _engine(
         "speculative_num_draft_tokens",
