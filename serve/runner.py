@@ -140,10 +140,10 @@ class Runner:
         output = self._call(rows, packed, self._spec_call(rows, packed))
         # Most steps want tokens alone: the rest stays where it is.
         wants_all = any(item.request.wants_logprobs for item in work)
-        given = _Given(
-            *jax.device_get((output.accepted, output.proposal.count, output.sealed_len)),
-            jax.device_get(output.chosen) if wants_all else None,
-        )
+        small = (output.accepted, output.proposal.count, output.sealed_len)
+        accepted, num_drafts, sealed_len = jax.device_get(small)
+        chosen = jax.device_get(output.chosen) if wants_all else None
+        given = _Given(accepted, num_drafts, sealed_len, chosen)
         first_draft, by_request = len(packed.reads), {}
         for item, span in zip(packed.items, packed.spans, strict=True):
             by_request[item.request] = _result(item, given, packed.reads, span, first_draft)

@@ -188,8 +188,8 @@ def width_of(algorithm: str | None, debug: str | None, width: int | None) -> int
     is_int = isinstance(width, int) and not isinstance(width, bool)
     if not is_int or not 2 <= width <= MAX_WIDTH:
         raise ValueError(
-            f"speculative_num_draft_tokens must be in [2, {MAX_WIDTH}]: it counts the target's own "
-            f"token; got {width!r}"
+            f"speculative_num_draft_tokens must be in [2, {MAX_WIDTH}], got {width!r}; it counts "
+            "the target's own token"
         )
     return width
 

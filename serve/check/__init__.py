@@ -7,6 +7,7 @@ from serve.check.laws import LawRun as LawRun
 from serve.check.laws import run_laws as run_laws
 from serve.check.report import table as table
 from serve.check.setting import Setting as Setting
+from serve.check.speculation import GIVEN as GIVEN
+from serve.check.speculation import Drafting as Drafting
 from serve.check.speculation import Speculation as Speculation
-from serve.check.speculation import can_speculate as can_speculate
 from serve.check.speculation import speculations as speculations

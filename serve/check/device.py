@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels.bits import to_bits
 from qwen_hybrid import digest
 from qwen_hybrid.digest import Canonical
-from qwen_hybrid.state import EMPTY_STATE_SLOT, GdnState, ModelState
+from qwen_hybrid.state import EMPTY_STATE_SLOT, GdnState
 from serve.request import Request
 from serve.runner import Runner
 
@@ -20,7 +20,7 @@ def nan_of(array: jax.Array) -> jax.Array:
     return to_bits(jnp.asarray(jnp.nan, jnp.float32), array.dtype)
 
 
-def _all_nan(state: ModelState) -> ModelState:
+def _all_nan(state: Any) -> Any:
     def fill(path: Any, array: jax.Array) -> jax.Array:
         if array.dtype == jnp.int32:
             return array
@@ -37,6 +37,7 @@ def fill_with_nan(runner: Runner) -> None:
     Donates: the state, which a device may not hold twice.
     """
     runner._state = jax.jit(_all_nan, donate_argnums=0)(runner._state)
+    runner._draft = jax.jit(_all_nan, donate_argnums=0)(runner._draft)
 
 
 def spoil(runner: Runner, slot: int) -> None:

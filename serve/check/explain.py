@@ -47,11 +47,11 @@ def _schedules_again(run: LawRun, differences: list[Difference]) -> Trails:
     trails: Trails = {}
     if not watched:
         return trails
-    for speculation, schedules in by_engine(run, max(watched) + 1):
+    for drafting, schedules in by_engine(run, max(watched) + 1):
         last = max((s.seed for s in schedules if s.seed in watched), default=-1)
         if last < 0:
             continue
-        with ScheduleRunner(run.setting, run.cases, speculation) as runner:
+        with ScheduleRunner(run.setting, run.cases, drafting, run.expected) as runner:
             for schedule in schedules:
                 if schedule.seed > last:
                     break

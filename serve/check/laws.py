@@ -17,7 +17,7 @@ from serve.check.report import Difference, Report
 from serve.check.runner import Played, ScheduleRunner
 from serve.check.schedule import Schedule, make_schedule
 from serve.check.setting import Setting
-from serve.check.speculation import Drafted, Speculation
+from serve.check.speculation import Drafted, Drafting, Speculation
 from serve.engine import Engine
 
 # Cases that another process runs: every other one, so that all kinds of lengths are among them.
@@ -74,6 +74,16 @@ class LawRun:
     covers: list[Cover] = dataclasses.field(default_factory=list)
     drafted: Drafted = dataclasses.field(default_factory=Drafted)
     numerics: Numerics | None = None
+
+    @property
+    def draftings(self) -> tuple[Drafting, ...]:
+        """The engines that draft."""
+        return tuple(dict.fromkeys(speculation.drafting for speculation in self.speculations))
+
+    @property
+    def expected(self) -> list[list[int]]:
+        """The output of each case."""
+        return [list(golden.outcome.tokens) for golden in self.golden]
 
     @property
     def reports(self) -> list[Report]:
@@ -174,10 +184,10 @@ def run_laws(
     with tqdm.tqdm(
         total=num_schedules, desc="schedules", disable=None if is_shown else True
     ) as bar:
-        for speculation, schedules in by_engine(run, num_schedules):
-            with ScheduleRunner(setting, cases, speculation) as runner:
+        for drafting, schedules in by_engine(run, num_schedules):
+            with ScheduleRunner(setting, cases, drafting, run.expected) as runner:
                 _run_group(run, runner, schedules, bar)
-                if speculation is None:
+                if drafting is None:
                     run.numerics = runner.engine.numerics
                     run.score(runner.engine)
     _judge_drafts(run)
@@ -193,33 +203,30 @@ def _run_group(
         for one in played:
             if schedule.speculation is not None:
                 histogram = one.meta_info["spec_correct_drafts_histogram"]
-                run.drafted.saw(schedule.speculation.width, histogram)
+                run.drafted.saw(schedule.speculation.drafting, histogram)
         run.compare(schedule, played, happened)
         bar.update()
     run.covers.append(runner.cover)
 
 
-def by_engine(
-    run: LawRun, num_schedules: int
-) -> Iterator[tuple[Speculation | None, list[Schedule]]]:
+def by_engine(run: LawRun, num_schedules: int) -> Iterator[tuple[Drafting | None, list[Schedule]]]:
     """The first schedules by the engine that they need, that without drafts first."""
     choices = (None, *run.speculations)
     schedules = [
         make_schedule(seed, run.cases, sizes=run.setting.sizes, speculations=choices)
         for seed in range(num_schedules)
     ]
-    for choice in choices:
-        some = [schedule for schedule in schedules if schedule.speculation == choice]
+    for drafting in (None, *run.draftings):
+        some = [schedule for schedule in schedules if schedule.drafting == drafting]
         if some:
-            yield choice, some
+            yield drafting, some
 
 
 def _judge_drafts(run: LawRun) -> None:
     """Say of the laws about drafts whether they were tested."""
-    missing = run.drafted.missing(sorted({s.width for s in run.speculations}))
+    missing = run.drafted.missing(run.draftings)
     for report in run.met:
         if report.law in ("L1", "L7"):
             report.is_available = bool(run.speculations)
             if missing:
-                some = ", ".join(f"{n} of {w - 1}" for w, n in missing)
-                report.missing = f"accepted drafts that never came: {some}"
+                report.missing = f"accepted drafts that never came: {', '.join(missing)}"

@@ -13,7 +13,7 @@ from serve.check.moments import Cover, Held
 from serve.check.outcome import Outcome
 from serve.check.schedule import Schedule
 from serve.check.setting import Setting
-from serve.check.speculation import Speculation
+from serve.check.speculation import Drafting
 from serve.check.trail import Snapshot, Trail
 from serve.request import Request, StepResult
 from serve.results import meta_info
@@ -45,7 +45,7 @@ class Played:
     @property
     def is_drafted(self) -> bool:
         """Drafts of it were verified."""
-        return self.meta_info.get("spec_verify_ct", 0) > 0
+        return sum(self.meta_info.get("spec_verified_by_position", ())) > 0
 
 
 class ScheduleRunner:
@@ -57,9 +57,21 @@ class ScheduleRunner:
       cover: the moments at which requests were preempted.
     """
 
-    def __init__(self, setting: Setting, cases: list[Case], speculation: Speculation | None = None):
-        """Start the engine."""
-        self.engine = setting.schedule_engine(speculation)
+    def __init__(
+        self,
+        setting: Setting,
+        cases: list[Case],
+        drafting: Drafting | None = None,
+        expected: list[list[int]] | None = None,
+    ):
+        """Start the engine.
+
+        Args:
+          expected: what each case gives, which drafts are made of.
+        """
+        self.engine = setting.schedule_engine(drafting)
+        self._expected = expected or [[] for _ in cases]
+        self._own_drafts = self.engine.core.runner.speculation.given
         self.cover = Cover(setting.block_size)
         self._cases, self._poisoned = cases, poisoned_case(setting.sizes)
         self._run = self.engine.core.runner.run
@@ -98,7 +110,12 @@ class ScheduleRunner:
         scheduler = core.scheduler
         scheduler.chunk_len = schedule.chunk_len()
         before = scheduler.num_retractions
-        requests = [self._cases[i].request(self.engine) for i in schedule.cases]
+        requests = [self._request(i) for i in schedule.cases]
+        speculation = core.runner.speculation
+        speculation.given = self._own_drafts
+        if schedule.speculation is not None:
+            rule = schedule.speculation.rule(schedule.seed, speculation)
+            speculation.given = rule  # type: ignore[method-assign]
         poison = self._poisoned.request(self.engine) if schedule.is_poisoned else None
         self._poison, self._observer = poison, Observer(poison)
         if poison is not None:
@@ -114,6 +131,11 @@ class ScheduleRunner:
         happened.num_seals = sum((r.committed_len - 1) // size for r in requests)
         pairs = zip(schedule.cases, requests, strict=True)
         return [self._played(i, request, trail) for i, request in pairs], happened
+
+    def _request(self, case: int) -> Request:
+        request = self._cases[case].request(self.engine)
+        request.replay_ids = tuple(self._expected[case])
+        return request
 
     def _run_steps(
         self, schedule: Schedule, requests: list[Request], held: Held, trail: Trail
@@ -152,8 +174,8 @@ class ScheduleRunner:
             cases = [self._poisoned, *(self._cases[i] for i in schedule.cases)]
             longest = max(case.max_len for case in cases)
             num_blocks = -(-longest // scheduler.capacities.block_size)
-        width = schedule.speculation.width if schedule.speculation else 1
-        return Held(scheduler, num_blocks=num_blocks, width=width)
+        window = self.engine.engine_config.window
+        return Held(scheduler, num_blocks=num_blocks, width=window)
 
     def _played(self, case: int, request: Request, trail: Trail) -> Played:
         return Played(
@@ -162,6 +184,6 @@ class ScheduleRunner:
             self._observer.met[request],
             request.params.temperature,
             request.num_retractions,
-            meta_info(request, None),
+            meta_info(request, None, self.engine.engine_config.window),
             trail.snapshots.get(request, []),
         )

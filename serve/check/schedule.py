@@ -7,7 +7,7 @@ import numpy as np
 
 from serve.check.cases import Case
 from serve.check.sizes import Sizes
-from serve.check.speculation import Speculation
+from serve.check.speculation import Drafting, Speculation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,11 @@ class Schedule:
     is_preempted: bool
     is_starved: bool
     speculation: Speculation | None = None
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """The engine that it needs, or None for one that does not draft."""
+        return self.speculation.drafting if self.speculation else None
 
     def chunk_len(self) -> Callable[[int], int]:
         """Rows to take when some are left."""

@@ -8,7 +8,7 @@ from typing import Any
 from qwen_hybrid.config import HybridConfig
 from serve.check.device import fill_with_nan
 from serve.check.sizes import Sizes
-from serve.check.speculation import Speculation
+from serve.check.speculation import Drafting
 from serve.engine import Engine
 
 
@@ -58,9 +58,9 @@ class Setting:
         size = self.sizes.longest_prompt
         return self._engine(max_running_requests=1, chunked_prefill_size=size)
 
-    def schedule_engine(self, speculation: Speculation | None) -> Engine:
-        """An engine for several requests, which drafts as `speculation` says."""
-        more = {} if speculation is None else speculation.arguments()
+    def schedule_engine(self, drafting: Drafting | None) -> Engine:
+        """An engine for several requests, which drafts as `drafting` says."""
+        more = {} if drafting is None else drafting.arguments()
         return self._engine(
             max_running_requests=self.max_running_requests,
             chunked_prefill_size=self.chunked_prefill_size,

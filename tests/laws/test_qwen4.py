@@ -2,12 +2,13 @@
 
 import pytest
 
+from serve.check import GIVEN, Drafting
 from tests.laws.law_tests import LawTests
-from tests.laws.settings import DTYPES
 
 CASES = [
-    pytest.param(("tiny-q4", "float32", 21), id="tiny-q4-float32"),
-    *(pytest.param(("demo", dtype, 7), id=f"demo-{dtype}") for dtype in DTYPES),
+    pytest.param(("tiny-q4", "float32", 28, Drafting(GIVEN, 4)), id="tiny-q4-float32"),
+    pytest.param(("demo", "float32", 7), id="demo-float32"),
+    pytest.param(("demo", "bfloat16", 10, Drafting("NEXTN", 4)), id="demo-bfloat16"),
 ]
 
 

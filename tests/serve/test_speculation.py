@@ -23,7 +23,7 @@ PROMPTS = [[5, 6, 7] * 9, list(range(40))]
         ({"speculative_num_draft_tokens": 4}, "needs a speculative_algorithm"),
         (
             {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 18},
-            r"must be in \[2, 17\]: it counts the target's own token; got 18",
+            r"must be in \[2, 17\], got 18; it counts the target's own token",
         ),
         (
             {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1},

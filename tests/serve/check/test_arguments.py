@@ -1,10 +1,12 @@
 """What the command is told, without a device."""
 
+import re
+
 import pytest
 
 from qwen_hybrid.numerics import numerics
 from qwen_hybrid.state import StateConfig
-from serve.check import LawRun
+from serve.check import GIVEN, Drafting, LawRun
 from serve.cli import check, main
 from tests.serve.check.made_up import GOLDEN
 
@@ -59,18 +61,26 @@ def test_flags_reach_the_engines(asked):
     assert (setting.load_format, setting.dtype) == ("auto", "auto")
     assert setting.directory.endswith("demo")
     assert options["num_schedules"] == 300
-    assert options["speculations"] == ()
+    assert {s.drafting for s in options["speculations"]} == {Drafting(GIVEN, 4)}
 
 
-def test_a_drafter_that_was_asked_for_is_tested_or_the_check_fails(asked, monkeypatch, capsys):
+def test_drafters_and_widths_reach_the_schedules(asked):
     argv = ["check", "--model", "demo", "--speculative-algorithm", "NEXTN"]
-    monkeypatch.setattr(check, "can_speculate", lambda: False)
-    assert main(argv) == 1
-    captured = capsys.readouterr()
-    [line] = [line for line in captured.out.splitlines() if line.startswith("L1")]
-    assert line.endswith("not available")
-    assert "this engine cannot draft with NEXTN" in captured.err
-    monkeypatch.setattr(check, "can_speculate", lambda: True)
     assert main([*argv, "--speculative-num-draft-tokens", "2", "4"]) == 0
     drafts = asked[-1][1]["speculations"]
-    assert {(draft.algorithm, draft.width) for draft in drafts} == {("NEXTN", 2), ("NEXTN", 4)}
+    pairs = {(draft.drafting.algorithm, draft.drafting.width) for draft in drafts}
+    assert pairs == {("NEXTN", 2), ("NEXTN", 4), (GIVEN, 2), (GIVEN, 4)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--speculative-num-draft-tokens", "18"], r"in \[2, 17\]"),
+        (["--speculative-algorithm", "DFLASH"], "DFLASH is not supported"),
+        (["--speculative-algorithm", "DSPARK"], "draft_model_path is needed by DSPARK"),
+    ],
+)
+def test_drafters_that_there_are_none_of_are_refused(asked, capsys, flags, message):
+    assert main(["check", "--model", "demo", *flags]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not asked

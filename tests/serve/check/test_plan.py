@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import types
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +14,8 @@ from serve.check.happened import Happened, Met
 from serve.check.laws import LawRun, by_engine, run_laws
 from serve.check.setting import Setting
 from serve.check.sizes import SHORT_OUTPUT, Sizes
-from serve.check.speculation import Drafted, Speculation
+from serve.check.speculation import GIVEN, Drafted, Drafting, Speculation
+from serve.speculation import Given
 from tests.serve.check.made_up import GOLDEN, OUTCOME, played
 
 
@@ -45,41 +47,79 @@ def test_a_check_needs_a_neighbour(directory):
         Setting(directory=str(directory), max_running_requests=1)
 
 
+class FakeDrafts:
+    """A drafter of the engine's, which says three tokens."""
+
+    def given(self, request, most):
+        return Given([7, 8, 9][:most], 16)
+
+
+def rounds(speculation: Speculation) -> list[tuple[int, Given]]:
+    """(drafts that may be given, those that are) in a run of a request."""
+    rule, found = speculation.rule(3, cast(Any, FakeDrafts())), []
+    request = cast(Any, types.SimpleNamespace(replay_ids=tuple(range(2, 42)), output_ids=[]))
+    for most in [*range(17), *range(17)]:
+        request.output_ids = list(range(2, 2 + len(found)))
+        found.append((most, rule(request, most)))
+    return found
+
+
 @pytest.mark.parametrize("width", [2, 3, 4, 8, 17])
 def test_patterns_together_accept_every_number_of_drafts(width):
-    accepted = {"reject": 0, "oracle": width - 1}
-    every = speculations("NGRAM", [width])
-    numbers = {
-        accepted[s.pattern] if s.pattern in accepted else int(s.pattern.partition(":")[2])
-        for s in every
-        if s.pattern not in (None, "random")
-    }
-    assert numbers == set(range(width))
-    assert every[0].arguments() == {
-        "speculative_algorithm": "NGRAM",
-        "speculative_num_draft_tokens": width,
-        "speculative_debug": None,
+    accepted = set()
+    for speculation in speculations([Drafting(GIVEN, width)]):
+        for at, (most, given) in enumerate(rounds(speculation)):
+            most = min(most, width - 1)
+            expected = list(range(2 + at, 42))
+            tokens = given.tokens[:most]
+            right = [a == b for a, b in zip(tokens, expected, strict=False)]
+            accepted.add((right + [False]).index(False))
+            if speculation.pattern == "right":
+                assert tokens == expected[:most]
+            if speculation.pattern == "reject":
+                assert not any(right)
+            assert given.min_accepted == 0
+    assert accepted.issuperset(range(width))
+
+
+def test_a_drafter_of_the_engine_is_limited_not_replaced():
+    own, mixed, reject = speculations([Drafting("NEXTN", 4)])
+    assert all(given.tokens == [7, 8, 9][:most] for most, given in rounds(own))
+    assert all(given.max_accepted == 16 for _, given in rounds(own))
+    assert {given.max_accepted for _, given in rounds(mixed)} == {0, 1, 2, 3}
+    assert {given.max_accepted for _, given in rounds(reject)} == {0}
+    assert Drafting("DSPARK", 8, "demo-dspark").arguments() == {
+        "speculative_algorithm": "DSPARK",
+        "speculative_num_draft_tokens": 8,
+        "speculative_draft_model_path": "demo-dspark",
+        "disable_self_check": True,
     }
 
 
 def test_every_way_of_drafting_meets_every_way_of_cutting(setting):
-    run = LawRun(setting, make_cases(setting), [], speculations("NGRAM", [4]))
-    groups = dict(by_engine(run, 49))
-    assert list(groups) == [None, *run.speculations]
+    run = LawRun(setting, make_cases(setting), [], speculations([Drafting(GIVEN, 4)]))
+    groups = dict(by_engine(run, 140))
+    assert list(groups) == [None, Drafting(GIVEN, 4)]
     cuts = set(setting.sizes.cuts)
-    for schedules in groups.values():
-        assert {schedule.chunk for schedule in schedules} == cuts
+    schedules = [schedule for group in groups.values() for schedule in group]
+    for choice in (None, *run.speculations):
+        assert {s.chunk for s in schedules if s.speculation == choice} == cuts
     again = dict(by_engine(run, 20))
     assert all(again[choice] == groups[choice][: len(again[choice])] for choice in again)
 
 
-def test_drafts_are_counted_by_width():
-    drafted = Drafted()
-    drafted.saw(3, [4, 0, 1])
-    assert drafted.missing([3]) == [(3, 1)]
-    drafted.saw(3, [0, 2])
-    drafted.saw(2, [9])
-    assert drafted.missing([2, 3]) == [(2, 1)]
+def test_drafts_are_counted_by_engine():
+    drafted, two, three = Drafted(), Drafting(GIVEN, 2), Drafting(GIVEN, 3)
+    drafted.saw(three, [4, 0, 1])
+    assert drafted.missing([three]) == ["1 of 2"]
+    drafted.saw(three, [0, 2])
+    drafted.saw(two, [9])
+    assert drafted.missing([two, three]) == ["1 of 1"]
+    own = Drafting("NEXTN", 3)
+    drafted.saw(own, [3])
+    assert drafted.missing([own]) == ["any of NEXTN"]
+    drafted.saw(own, [0, 1])
+    assert drafted.missing([own]) == []
 
 
 def by_what(run):
@@ -90,7 +130,7 @@ def by_what(run):
 def test_a_schedule_counts_for_what_its_requests_met(setting):
     run = LawRun(setting, make_cases(setting), [GOLDEN] * 16)
     [(_, (schedule,))] = by_engine(run, 1)
-    drafted = {"spec_verify_ct": 2}
+    drafted = {"spec_verified_by_position": [2]}
     some = [
         played(0),
         played(1, met=Met(num_pieces=2, num_shared=4)),
@@ -137,54 +177,52 @@ def test_another_process_is_compared_row_by_row(setting):
 
 
 class ToyRunner(contextlib.AbstractContextManager):
-    """Gives the golden outcomes, and drafts that its pattern says are accepted."""
+    """Gives the golden outcomes, and accepts drafts by turns."""
 
-    started: list[Speculation | None] = []
-    broken = "none"
+    started: list[Drafting | None] = []
+    most = 3
 
-    def __init__(self, setting, cases, speculation):
-        type(self).started.append(speculation)
+    def __init__(self, setting, cases, drafting, expected):
+        assert expected == [list(GOLDEN.outcome.tokens)] * 16
+        type(self).started.append(drafting)
         self.engine, self.cover = types.SimpleNamespace(numerics=None), None
-        self._speculation = speculation
+        self._drafting = drafting
 
     def __exit__(self, *error):
         """Nothing was opened."""
 
     def run(self, schedule):
         """Every case of it."""
-        assert schedule.speculation == self._speculation
+        assert schedule.drafting == self._drafting
         info = collections.defaultdict(int)
-        if self._speculation is not None:
-            number = {"reject": 0, "accept:1": 1, "adversarial:2": 2, "oracle": 3}
-            at = number.get(self._speculation.pattern, 0)
-            if self._speculation.pattern != self.broken:
-                info["spec_verify_ct"] = 1
-            info["spec_correct_drafts_histogram"] = [int(n == at) for n in range(4)]
-            if self._speculation.pattern == self.broken:
-                info["spec_correct_drafts_histogram"] = [0] * 4
+        if self._drafting is not None:
+            counts = [int(n <= self.most) for n in range(4)]
+            info |= {"spec_verified_by_position": [1], "spec_correct_drafts_histogram": counts}
         some = [played(i, meta_info=info, temperature=i % 2) for i in schedule.cases]
         return some, Happened()
 
 
 @pytest.mark.parametrize(
-    ("broken", "status", "missing"),
+    ("algorithm", "most", "missing"),
     [
-        ("none", "passed", None),
-        ("oracle", "not tested", "accepted drafts that never came: 3 of 3"),
+        (GIVEN, 3, None),
+        (GIVEN, 2, "accepted drafts that never came: 3 of 3"),
+        ("NEXTN", 1, None),
+        ("NEXTN", 0, "accepted drafts that never came: any of NEXTN"),
     ],
 )
-def test_schedules_are_spread_over_ways_of_drafting(setting, monkeypatch, broken, status, missing):
+def test_schedules_are_spread_over_ways_of_drafting(setting, monkeypatch, algorithm, most, missing):
     monkeypatch.setattr(laws, "ScheduleRunner", ToyRunner)
     monkeypatch.setattr(laws, "scored", lambda *_: None)
     monkeypatch.setattr(ToyRunner, "started", [])
-    monkeypatch.setattr(ToyRunner, "broken", broken)
-    every = speculations("NEXTN", [4])
+    monkeypatch.setattr(ToyRunner, "most", most)
+    every = speculations([Drafting(algorithm, 4)])
     run = run_laws(setting, num_schedules=14, speculations=every, golden=[GOLDEN] * 16)
-    assert ToyRunner.started == [None, *every]
+    assert ToyRunner.started == [None, Drafting(algorithm, 4)]
     of_drafts = [report for report in run.met if report.law in ("L1", "L7")]
+    status = "not tested" if missing else "passed"
     assert [(r.status, r.missing) for r in of_drafts] == [(status, missing)] * 2
-    num_drafted = sum(s.speculation is not None for s in run.schedules)
-    assert of_drafts[0].schedules == num_drafted - (0 if broken == "none" else 2)
+    assert of_drafts[0].schedules == sum(s.speculation is not None for s in run.schedules)
 
 
 def test_laws_about_drafts_are_not_available_without(setting, monkeypatch):
