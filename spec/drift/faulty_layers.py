@@ -27,7 +27,7 @@ from qwen_hybrid.moe import feed_forward
 from qwen_hybrid.state import GdnState, LayerState, QsaState
 from spec.drift.faults import Fault, Faults
 from spec.drift.rings import overwritten
-from spec.drift.running_state import running_state
+from spec.drift.running_state import running_state, with_sealed
 
 L2_EPS = 1e-6
 
@@ -231,8 +231,7 @@ def _with_rounded_state(
 
     def error(slot: Array) -> Array:
         log = jax.tree.map(lambda a: a[slot], state.log)
-        sealed = state.log.sealed[rows.sealed_slot[slot]]
-        log = type(log)(log.key, log.key_scale, log.value, log.gate, sealed, state.log.state_dtype)
+        log = with_sealed(log, state.log.sealed[rows.sealed_slot[slot]])
         where = rows.sealed_len[slot], rows.start[slot]
         exact = running_state(log, *where, block_size=rows.block_size)
         return exact.astype(jnp.bfloat16).astype(jnp.float32) - exact

@@ -17,7 +17,7 @@ from pallas_kernels.gated_delta_net import GdnLog
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.digest import extract
 from qwen_hybrid.state import AttentionState, GdnState, ModelState, QsaState, StateConfig
-from spec.drift.running_state import running_state
+from spec.drift.running_state import running_state, with_sealed
 
 # A layer, or `MODEL` for what belongs to none, and what of its state.
 Where = tuple[int, str]
@@ -47,10 +47,11 @@ class Snapshot:
         return int(self.part.sequences.sealed_len)
 
     @property
-    def sealed(self) -> dict[int, Array]:
+    def sealed(self) -> dict[int, np.ndarray]:
         """The sealed state of each recurrent layer."""
-        mixers = ((i, layer.mixer) for i, layer in enumerate(self.part.layers))
-        return {i: mixer.log.sealed for i, mixer in mixers if isinstance(mixer, GdnState)}
+        mixers = enumerate(layer.mixer for layer in self.part.layers)
+        found = ((i, mixer) for i, mixer in mixers if isinstance(mixer, GdnState))
+        return {i: np.asarray(mixer.log.sealed) for i, mixer in found}
 
 
 class Reader:
@@ -90,7 +91,7 @@ class Reader:
             found = self._mixer(layer.mixer, boundary, depth)
             if isinstance(layer.mixer, GdnState):
                 found = {SEALED: np.asarray(sealed[index])} | found
-                logs[index] = dataclasses.replace(layer.mixer.log, sealed=sealed[index])
+                logs[index] = with_sealed(layer.mixer.log, sealed[index])
             if layer.ple is not None:
                 assert self._config.ple is not None
                 window = self._config.ple.conv_window

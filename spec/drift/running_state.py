@@ -1,11 +1,27 @@
 """The recurrent state that a sealed one and a log stand for."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.bits import from_bits
 from pallas_kernels.gated_delta_net import GdnLog
+from pallas_kernels.struct import build
+
+
+def with_sealed(log: GdnLog, sealed: Any) -> GdnLog:
+    """One slot's log with a sealed state of its own, as `running_state` takes it."""
+    return build(
+        GdnLog,
+        key=log.key,
+        key_scale=log.key_scale,
+        value=log.value,
+        gate=log.gate,
+        sealed=sealed,
+        state_dtype=log.state_dtype,
+    )
 
 
 def running_state(
