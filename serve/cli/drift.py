@@ -158,6 +158,8 @@ def _lines(report: Report, args: argparse.Namespace) -> list[str]:
         lines.append("every token is plain decoding's")
     same = report.num_cells - len(report.cells)
     lines.append(f"{report.num_cells} comparisons, {same} exactly zero, {len(report.cells)} not")
+    if args.fault is not None and report.is_zero:
+        lines.append("the fault changed no bit: a rounding hides it here, or nothing it touches is")
     return lines
 
 

@@ -179,6 +179,12 @@ def test_command_with_a_fault_exits_with_1_and_names_the_first_break(
     assert all(int(cell["different"]) > 0 for cell in cells)
 
 
+def test_a_fault_without_an_effect_is_said_to_have_none(shared: Tiny, capsys):
+    # No verified row is left that a commit could count too many.
+    assert main(command(shared, "--fault", "commit-off-by-one", "--accept-pattern", "accept")) == 0
+    assert "the fault changed no bit" in capsys.readouterr().out
+
+
 def test_heat_map_is_a_picture(shared: Tiny, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "drift.png"
