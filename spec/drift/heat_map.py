@@ -64,7 +64,13 @@ def write_heat_map(report: Report, path: Path, *, title: str) -> None:
     for panel, (point, label) in zip(panels, POINTS.items(), strict=True):
         levels = np.ma.masked_invalid(np.where(np.isposinf(found[point]), 1e300, found[point]))
         image = panel.imshow(
-            np.ma.log10(levels), aspect="auto", cmap=colours, vmin=low, vmax=max(high, low + 1)
+            np.ma.log10(levels),
+            aspect="auto",
+            # Zero must not fade into its neighbours.
+            interpolation="nearest",
+            cmap=colours,
+            vmin=low,
+            vmax=max(high, low + 1),
         )
         panel.set_title(label, fontsize=9)
         panel.set_xlabel("round")
