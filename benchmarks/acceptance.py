@@ -1,4 +1,4 @@
-"""How many drafts are accepted on held-out prompts, and what rejection sampling would have accepted.
+"""How many drafts are accepted on held-out prompts, and how many rejection sampling would accept.
 
     python -m benchmarks.acceptance [--models demo demo-dense] [--prompts 200]
 

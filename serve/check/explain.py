@@ -47,7 +47,7 @@ def _schedules_again(run: LawRun, differences: list[Difference]) -> Trails:
     trails: Trails = {}
     if not watched:
         return trails
-    for drafting, schedules in by_engine(run, max(watched) + 1):
+    for drafting, schedules in by_engine(run, max(watched) + 1 - run.first_seed):
         last = max((s.seed for s in schedules if s.seed in watched), default=-1)
         if last < 0:
             continue

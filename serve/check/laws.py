@@ -44,6 +44,7 @@ class LawRun:
       setting: the model and the engine.
       cases, golden: requests, and what each gave alone.
       speculations: ways of drafting that schedules are spread over.
+      first_seed: number of the first schedule.
       met: reports of what schedules bring about.
       cached, process, scored: those of the prefix cache, of another process, of scores.
       schedules: that were run.
@@ -57,6 +58,7 @@ class LawRun:
     cases: list[Case]
     golden: list[Golden]
     speculations: tuple[Speculation, ...] = ()
+    first_seed: int = 0
     met: list[Report] = dataclasses.field(
         default_factory=lambda: [Report(law, what) for law, what, _ in _MET]
     )
@@ -165,6 +167,7 @@ def run_laws(
     *,
     num_schedules: int,
     speculations: tuple[Speculation, ...] = (),
+    first_seed: int = 0,
     golden: list[Golden] | None = None,
     is_shown: bool = False,
 ) -> LawRun:
@@ -174,13 +177,14 @@ def run_laws(
 
     Args:
       speculations: ways of drafting to spread schedules over; none where that is not available.
+      first_seed: number of the first schedule.
       golden: what `golden_runs` gave, if it was called before.
       is_shown: show progress bars, on a terminal.
     """
     cases = make_cases(setting)
     if golden is None:
         golden = golden_runs(setting, cases, is_shown=is_shown)
-    run = LawRun(setting, cases, golden, speculations)
+    run = LawRun(setting, cases, golden, speculations, first_seed)
     with tqdm.tqdm(
         total=num_schedules, desc="schedules", disable=None if is_shown else True
     ) as bar:
@@ -214,7 +218,7 @@ def by_engine(run: LawRun, num_schedules: int) -> Iterator[tuple[Drafting | None
     choices = (None, *run.speculations)
     schedules = [
         make_schedule(seed, run.cases, sizes=run.setting.sizes, speculations=choices)
-        for seed in range(num_schedules)
+        for seed in range(run.first_seed, run.first_seed + num_schedules)
     ]
     for drafting in (None, *run.draftings):
         some = [schedule for schedule in schedules if schedule.drafting == drafting]
