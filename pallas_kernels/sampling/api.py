@@ -91,7 +91,14 @@ def choose(
 
 def likeliest(logits: Float[Array, "M V"]) -> Int[Array, " M"]:
     """The token with the highest logit of each row, the lower id of equal ones."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # XLA's own argmax compares one entry at a time; integers reduce by whole vectors. They rank as
+    # the numbers do, equal zeros alike and NaN above all.
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
+    top = jnp.iinfo(jnp.int32).max
+    rank = jnp.where(jnp.isnan(logits), top, jnp.where(bits < 0, bits ^ top, bits))
+    peak = jnp.max(rank, axis=-1, keepdims=True)
+    place = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return jnp.min(jnp.where(rank == peak, place, top), axis=-1)
 
 
 def log_probabilities(
