@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from pallas_kernels.bits import from_bits, storage_dtype, to_bits
 from pallas_kernels.index import cut, div, paste, rem, take
@@ -56,6 +56,30 @@ def shape_of(num_rows: int) -> Shape:
 
 
 @struct
+class Segments:
+    """One tile of one sequence in each lane; an empty lane has no live rows.
+
+    Attributes:
+      slot, start: which sequence, and the tile's first position.
+      position: positions of the tile's rows.
+      row: packed indices of the tile's rows; arbitrary but valid for those that are not live.
+      window: packed index of the tile's first row, counted with the margin.
+      is_filled: the lane has a segment.
+      live: rows of this call.
+      known: rows of this call or committed before it.
+    """
+
+    slot: Int[Array, "*G lanes"]
+    start: Int[Array, "*G lanes"]
+    position: Int[Array, "*G lanes T"]
+    row: Int[Array, "*G lanes T"]
+    window: Int[Array, "*G lanes"]
+    is_filled: Bool[Array, "*G lanes"]
+    live: Bool[Array, "*G lanes T"]
+    known: Bool[Array, "*G lanes T"]
+
+
+@struct
 class Rows:
     """The rows of one call.
 
@@ -66,9 +90,8 @@ class Rows:
       start: position of the first new row of each slot.
       row_start: packed index of the first new row of each slot.
       count: new rows of each slot.
-      lane_slot, lane_tile: slot and absolute tile (position // rows of a segment) of the segment in
-        each lane of each step. A slot keeps its lane; its segments come in consecutive steps.
-      lane_live: whether the lane has a segment in that step.
+      segments: those of each step. A slot keeps its lane; its segments come in consecutive steps.
+      place: of each packed row among the rows of all segments, those of a step side by side.
       lane_first: the segment is its slot's first in this call.
       lane_fold: the tile opens past the running state: the block before it is folded in.
       lane_store: where that fold is kept: a state slot, or one past the pool to keep nothing.
@@ -86,9 +109,8 @@ class Rows:
     start: Int[Array, " B"]
     row_start: Int[Array, " B"]
     count: Int[Array, " B"]
-    lane_slot: Int[Array, "G lanes"]
-    lane_tile: Int[Array, "G lanes"]
-    lane_live: Bool[Array, "G lanes"]
+    segments: Segments
+    place: Int[Array, " R"]
     lane_first: Bool[Array, "G lanes"]
     lane_fold: Bool[Array, "G lanes"]
     lane_store: Int[Array, "G lanes"]
@@ -103,6 +125,11 @@ class Rows:
     def live(self) -> Bool[Array, " R"]:
         """Which packed rows are real."""
         return jnp.arange(self.slot.shape[0]) < self.num_rows
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the program is one for few rows."""
+        return self.slot.shape[0] <= DECODE_ROWS
 
 
 def num_segments_bound(num_rows: int, num_slots: int, segment: int) -> int:
@@ -149,68 +176,49 @@ def map_row_tiles(fn: Callable, rows: Rows, *trees: Any, margin: int = 0) -> Any
     return map_tiles(fn, rows.num_rows, *trees, margin=margin)
 
 
-def with_margin(x: Array) -> Array:
-    """Packed rows `[R, ...]` with `MARGIN` rows of zeros before and after."""
-    return jnp.pad(x, ((MARGIN, MARGIN), *((0, 0),) * (x.ndim - 1)))
+def segments_at(rows: Rows, step: Int[Array, ""]) -> Segments:
+    """The segments of a step, one for each lane."""
+    return jax.tree.map(lambda a: take(a, step), rows.segments)
 
 
-@struct
-class Segment:
-    """One tile of one sequence.
-
-    Attributes:
-      slot, start: which sequence, and the tile's first position.
-      position: positions of the tile's rows.
-      window: packed index of the tile's first row, counted with the margin.
-      live: rows of this call.
-      known: rows of this call or committed before it.
-    """
-
-    slot: Int[Array, ""]
-    start: Int[Array, ""]
-    position: Int[Array, " T"]
-    window: Int[Array, ""]
-    live: Bool[Array, " T"]
-    known: Bool[Array, " T"]
+def segment_rows(x: Shaped[Array, "R *_"], segs: Segments) -> Shaped[Array, "lanes T *_"]:
+    """The rows of each lane's segment; those that are not live are arbitrary."""
+    return from_bits(take(to_bits(x, storage_dtype(x.dtype)), segs.row))
 
 
-def segments_at(rows: Rows, step: Int[Array, ""]) -> list[Segment]:
-    """The segments of a step, one for each lane; an empty lane has no live rows."""
-    return [_segment(rows, step, lane) for lane in range(rows.shape.lanes)]
+def output_rows(rows: Rows, *entry: int, dtype: Any = jnp.float32) -> Array:
+    """Zeros for `put_rows` to fill; `packed_output` gives the rows in the end."""
+    margin = 0 if rows.is_small else MARGIN
+    return jnp.zeros((rows.slot.shape[0] + 2 * margin, *entry), dtype)
 
 
-def _segment(rows: Rows, step: Array, lane: int) -> Segment:
-    size = rows.shape.segment
-    slot, first = take(rows.lane_slot, step, lane), take(rows.lane_tile, step, lane) * size
-    start, count = take(rows.start, slot), take(rows.count, slot)
-    position = first + jnp.arange(size, dtype=jnp.int32)
-    known = position < start + count
-    live = known & (position >= start) & take(rows.lane_live, step, lane)
-    window = take(rows.row_start, slot) + first - start + MARGIN
-    window = jnp.clip(window, 0, rows.slot.shape[0] + MARGIN)
-    return Segment(slot, first, position, window, live, known)
+def put_rows(
+    out: Array, rows: Rows, step: Int[Array, ""], values: Shaped[Array, "lanes T *_"]
+) -> Array:
+    """Write the live rows of a step's segments to their places."""
+    lanes, size = values.shape[:2]
+    if rows.is_small:
+        # One pass over the rows of the program costs less than a write for each lane.
+        at = rows.place - step * (lanes * size)
+        is_here = (at >= 0) & (at < lanes * size)
+        at = jnp.clip(at, 0, lanes * size - 1)
+        new = take(values, div(at, size), rem(at, size))
+        return jnp.where(_along_first(is_here, out.ndim), new, out)
+    segs = segments_at(rows, step)
+    for lane in range(lanes):
+        old = cut(out, (segs.window[lane],), (size,))
+        live = _along_first(segs.live[lane], out.ndim)
+        out = paste(out, jnp.where(live, values[lane], old), (segs.window[lane],))
+    return out
 
 
-def by_lane(fn: Callable[[Segment], Any], segments: list[Segment]) -> Any:
-    """What a function gives for each lane, stacked along a first axis."""
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *map(fn, segments))
+def _along_first(x: Array, ndim: int) -> Array:
+    return x.reshape(-1, *(1,) * (ndim - 1))
 
 
-def segment_rows(x: Array, segment: Segment) -> Array:
-    """The tile's rows of packed rows with margins; those that are not live are arbitrary."""
-    return cut(x, (segment.window,), (segment.live.shape[0],))
-
-
-def put_rows(out: Array, segment: Segment, values: Array) -> Array:
-    """Write the live rows of a segment to their places in packed rows with margins."""
-    old = segment_rows(out, segment)
-    live = segment.live.reshape(-1, *(1,) * (old.ndim - 1))
-    return paste(out, jnp.where(live, values, old), (segment.window,))
-
-
-def without_margin(x: Array) -> Array:
-    """Packed rows without the rows before and after."""
-    return x[MARGIN:-MARGIN]
+def packed_output(out: Array, rows: Rows) -> Array:
+    """The packed rows of an array that `put_rows` filled."""
+    return out if rows.is_small else out[MARGIN:-MARGIN]
 
 
 def previous_rows(x: Array, ring: Array, rows: Rows, row: Int[Array, " M"], offset: int) -> Array:
@@ -274,10 +282,12 @@ class _Lanes:
     """Which segment each lane computes in each step.
 
     Attributes:
-      slot, tile, live: as in `Rows`.
+      slot, tile, live: slot and absolute tile (position // rows of a segment) of the segment in
+        each lane of each step, and whether there is one.
       nth: how many segments of the slot come before.
       num_steps: steps with a live lane.
-      tiles, last_tile: segments of each slot, and its last tile.
+      tiles, first_tile, last_tile: segments of each slot, its first tile and its last.
+      lane, first_step: the lane of each slot, and the step of its first segment.
     """
 
     slot: Int[Array, "G lanes"]
@@ -286,7 +296,10 @@ class _Lanes:
     nth: Int[Array, "G lanes"]
     num_steps: Int[Array, ""]
     tiles: Int[Array, " B"]
+    first_tile: Int[Array, " B"]
     last_tile: Int[Array, " B"]
+    lane: Int[Array, " B"]
+    first_step: Int[Array, " B"]
 
 
 def _plan_lanes(
@@ -326,8 +339,46 @@ def _plan_lanes(
         nth=nth,
         num_steps=ends[-1],
         tiles=tiles,
+        first_tile=first_tile,
         last_tile=last_tile,
+        lane=rank % width,
+        first_step=(ends - steps)[jnp.maximum(rank, 0) // width],
     )
+
+
+def _segments(
+    lanes: _Lanes,
+    *,
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    row_start: Int[Array, " B"],
+    max_rows: int,
+    size: int,
+) -> Segments:
+    first = lanes.tile * size
+    own_start = start[lanes.slot]
+    nth = jnp.arange(size, dtype=jnp.int32)[None, None, :]
+    position = first[..., None] + nth
+    known = position < (own_start + count[lanes.slot])[..., None]
+    window = row_start[lanes.slot] + first - own_start
+    return Segments(
+        slot=lanes.slot,
+        start=first,
+        position=position,
+        row=jnp.clip(window[..., None] + nth, 0, max_rows - 1),
+        window=jnp.clip(window + MARGIN, 0, max_rows + MARGIN),
+        is_filled=lanes.live,
+        live=known & (position >= own_start[..., None]) & lanes.live[..., None],
+        known=known,
+    )
+
+
+def _row_places(
+    lanes: _Lanes, slot: Int[Array, " R"], position: Int[Array, " R"], shape: Shape
+) -> Int[Array, " R"]:
+    nth = position // shape.segment - lanes.first_tile[slot]
+    segment = (lanes.first_step[slot] + nth) * shape.lanes + lanes.lane[slot]
+    return segment * shape.segment + position % shape.segment
 
 
 def plan_rows(
@@ -390,9 +441,10 @@ def plan_rows(
         start=start,
         row_start=row_start,
         count=count,
-        lane_slot=lanes.slot,
-        lane_tile=lanes.tile,
-        lane_live=lanes.live,
+        segments=_segments(
+            lanes, start=start, count=count, row_start=row_start, max_rows=max_rows, size=size
+        ),
+        place=_row_places(lanes, slot, position, shape),
         lane_first=lanes.nth == 0,
         lane_fold=opens,
         lane_store=jnp.where(keep, next_slot[lanes.slot], num_state_slots),

@@ -13,31 +13,33 @@ from pallas_kernels.attention.online import (
     span_partial,
 )
 from pallas_kernels.bits import from_bits
-from pallas_kernels.index import cut, div, rem, take
+from pallas_kernels.index import blocks, div, rem, take
 from pallas_kernels.rows import (
     Rows,
-    Segment,
-    by_lane,
+    Segments,
+    output_rows,
+    packed_output,
     put_rows,
     segment_rows,
     segments_at,
-    with_margin,
-    without_margin,
 )
 from pallas_kernels.struct import struct
 
 SPAN = 128
 
 
-def _span(pages: Array, rows: Rows, seg: Segment, span: Array, axis: int) -> Array:
-    """`SPAN` positions of a sequence along an axis; beyond the table its last block repeats."""
-    blocks = SPAN // rows.block_size
-    last = rows.block_table.shape[1] - 1
+def _span(
+    pages: Shaped[Array, "P K _ _"], rows: Rows, segs: Segments, span: Int[Array, ""], *, axis: int
+) -> Float[Array, "lanes K _ _"]:
+    """`SPAN` positions of each lane's sequence along an axis; beyond the table its last block
+    repeats."""
+    count, last = SPAN // rows.block_size, rows.block_table.shape[1] - 1
     parts = []
-    for i in range(blocks):
-        block = take(rows.block_table, seg.slot, jnp.minimum(span * blocks + i, last))
-        parts.append(cut(pages, (block,), (1,))[0])
-    return from_bits(jnp.concatenate(parts, axis=axis)).astype(jnp.float32)
+    # A read for each block of the span: XLA joins arrays fast, but not what it reads on the way.
+    for i in range(count):
+        block = take(rows.block_table, segs.slot, jnp.minimum(span * count + i, last))
+        parts.append(from_bits(take(pages, block)).astype(jnp.float32))
+    return jnp.concatenate(parts, axis=axis)
 
 
 @struct
@@ -46,7 +48,7 @@ class _Queries:
 
     Attributes:
       query: by key head and query head of its group.
-      position: of each row.
+      position: of each row; the first is a multiple of their number.
       end: one past the last of them; a lane without rows ends at 0.
       value_is_finite: of each row.
     """
@@ -65,19 +67,22 @@ def _attend_span(
     Args:
       key, value: `[lanes, K, H, S]` and `[lanes, K, S, H]`.
     """
-    written = (at[None, :] < tile.end[:, None])[:, None, :, None]
     scores = jnp.einsum("lkgth,lkhs->lkgts", tile.query, key, precision=HIGHEST)
-    mask = at[None, None, :] <= tile.position[:, :, None]
+    is_bad = ~tile.value_is_finite
     # Zero times NaN is NaN: of the rows written, only those of the tile itself are unseen by some.
-    is_bad = (at[None, None, :] == tile.position[:, :, None]) & ~tile.value_is_finite[:, :, None]
-    # Worked out once: fused into the select it would be worked out for every element.
-    use = lax.optimization_barrier(written & ~jnp.any(is_bad, axis=1)[:, None, :, None])
-    spoiled = jnp.any(mask & jnp.any(is_bad, axis=1)[:, None, :], axis=2)[:, None, None, :, None]
-    clean = jnp.where(use, value, 0.0)
+    nth = at[None, :] - tile.position[:, :1]
+    is_own = (nth >= 0) & (nth < is_bad.shape[1])
+    own = jnp.take_along_axis(is_bad, jnp.clip(nth, 0, is_bad.shape[1] - 1), axis=1)
+    use = (at[None, :] < tile.end[:, None]) & ~(is_own & own)
+    is_here = (tile.position[:, :1] >= at[0]) & (tile.position[:, :1] <= at[-1])
+    seen = jnp.tril(jnp.ones((is_bad.shape[1],) * 2, bool))
+    spoiled = is_here & jnp.any(seen[None] & is_bad[:, None, :], axis=2)
+    mask = at[None, None, :] <= tile.position[:, :, None]
+    clean = jnp.where(use[:, None, :, None], value, 0.0)
 
     def weigh(w: Array) -> Array:
         total = jnp.einsum("lkgts,lksh->lkgth", w, clean, precision=HIGHEST)
-        return jnp.where(spoiled, jnp.nan, total)
+        return jnp.where(spoiled[:, None, None, :, None], jnp.nan, total)
 
     return span_partial(scores * scale, mask[:, None, None], weigh)
 
@@ -99,44 +104,38 @@ def paged_attention(
     """
     heads, head_dim = query.shape[1:]
     kv_heads = key_pages.shape[1]
-    packed = with_margin(query)
     lanes, size = rows.shape.lanes, rows.shape.segment
     shape = (lanes, kv_heads, heads // kv_heads, size, head_dim)
 
     def step(index: Array, out: Array) -> Array:
         segs = segments_at(rows, index)
-        tile = _queries(packed, value_pages, rows, segs, shape)
+        tile = _queries(query, value_pages, rows, segs, shape)
 
         def span(s: Array, partial: Partial) -> Partial:
-            key = by_lane(lambda seg: _span(key_pages, rows, seg, s, 2), segs)
-            value = by_lane(lambda seg: _span(value_pages, rows, seg, s, 1), segs)
+            key = _span(key_pages, rows, segs, s, axis=3)
+            value = _span(value_pages, rows, segs, s, axis=2)
             at = s * SPAN + jnp.arange(SPAN)
             return merge(partial, _attend_span(tile, key, value, at, scale))
 
         spans = div(jnp.max(tile.end) + (SPAN - 1), SPAN)
         mixed = finish(lax.fori_loop(0, spans, span, empty_partial(shape)))
-        for lane, seg in enumerate(segs):
-            by_row = jnp.moveaxis(mixed[lane], 2, 0).reshape(size, heads, head_dim)
-            out = put_rows(out, seg, by_row)
-        return out
+        by_row = jnp.moveaxis(mixed, 3, 1).reshape(lanes, size, heads, head_dim)
+        return put_rows(out, rows, index, by_row)
 
-    start = jnp.zeros(packed.shape, jnp.float32)
-    return without_margin(lax.fori_loop(0, rows.num_steps, step, start))
+    out = lax.fori_loop(0, rows.num_steps, step, output_rows(rows, heads, head_dim))
+    return packed_output(out, rows)
 
 
 def _queries(
-    packed: Array, value_pages: Array, rows: Rows, segs: list[Segment], shape: tuple[int, ...]
+    query: Array, value_pages: Array, rows: Rows, segs: Segments, shape: tuple[int, ...]
 ) -> _Queries:
     lanes, kv_heads, group, size, head_dim = shape
-    query = by_lane(lambda seg: segment_rows(packed, seg), segs).astype(jnp.float32)
-    query = jnp.moveaxis(query.reshape(lanes, size, kv_heads, group, head_dim), 1, 3)
-
-    def value(seg: Segment) -> Array:
-        block = take(rows.block_table, seg.slot, div(seg.start, rows.block_size))
-        place = rem(seg.start, rows.block_size)
-        return cut(value_pages, (block, 0, place), (1, kv_heads, size))[0]
-
-    finite = jnp.isfinite(from_bits(by_lane(value, segs)).astype(jnp.float32))
-    ends = [jnp.max(jnp.where(seg.live, seg.position + 1, 0)) for seg in segs]
-    position = jnp.stack([seg.position for seg in segs])
-    return _Queries(query, position, jnp.stack(ends), jnp.all(finite, axis=(1, 3)))
+    own = segment_rows(query, segs).astype(jnp.float32)
+    own = jnp.moveaxis(own.reshape(lanes, size, kv_heads, group, head_dim), 1, 3)
+    block = take(rows.block_table, segs.slot, div(segs.start, rows.block_size))
+    index = jnp.stack((block, rem(segs.start, rows.block_size)), axis=-1)
+    sizes = (1, kv_heads, size, head_dim)
+    value = blocks(value_pages, index, axes=(0, 2), sizes=sizes)[:, 0]
+    finite = jnp.isfinite(from_bits(value).astype(jnp.float32))
+    end = jnp.max(jnp.where(segs.live, segs.position + 1, 0), axis=1)
+    return _Queries(own, segs.position, end, jnp.all(finite, axis=(1, 3)))

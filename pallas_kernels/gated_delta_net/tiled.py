@@ -24,19 +24,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.bits import from_bits, to_bits
 from pallas_kernels.gated_delta_net.state_dtype import StateDtype
-from pallas_kernels.index import cut, div, paste, rem, take
+from pallas_kernels.index import blocks, cut, div, paste, rem, take
 from pallas_kernels.norm import inverse_length
 from pallas_kernels.rounding import product
 from pallas_kernels.rows import (
     TILE_ROWS,
     Rows,
-    Segment,
-    by_lane,
+    Segments,
+    output_rows,
+    packed_output,
     put_rows,
     segment_rows,
     segments_at,
-    with_margin,
-    without_margin,
 )
 from pallas_kernels.struct import static, struct
 
@@ -101,13 +100,37 @@ class LogInputs:
 
 
 @struct
-class _Pages:
-    """Rows of the log in each lane, float32, or of one lane without the first axis."""
+class _NewRows:
+    """The same as the loop reads them.
 
-    key: Float[Array, "*lanes Hk dk J"]
-    key_scale: Float[Array, "*lanes Hk J"]
-    value: Float[Array, "*lanes Hv J dv"]
-    gate: Float[Array, "*lanes Hv J"]
+    Attributes:
+      both: keys and queries side by side, so that one read gives those of a tile.
+      scale: of each.
+      value, gate, beta: as they are.
+    """
+
+    both: Float[Array, "R Hk 2 dk"]
+    scale: Float[Array, "R Hk 2"]
+    value: Float[Array, "R Hv dv"]
+    gate: Float[Array, "R Hv"]
+    beta: Float[Array, "R Hv"]
+
+    @classmethod
+    def of(cls, new: LogInputs) -> "_NewRows":
+        """Of a layer's new rows."""
+        both = jnp.stack((new.key, new.query), axis=2)
+        scale = jnp.stack((new.key_scale, new.query_scale), axis=2)
+        return cls(both, scale, new.value, new.gate, new.beta)
+
+
+@struct
+class _Pages:
+    """Rows of the log in each lane, float32."""
+
+    key: Float[Array, "lanes Hk dk J"]
+    key_scale: Float[Array, "lanes Hk J"]
+    value: Float[Array, "lanes Hv J dv"]
+    gate: Float[Array, "lanes Hv J"]
 
 
 # Axis of the rows in each array of the log, the slot axis counted.
@@ -126,72 +149,124 @@ def _by_value_head(x: Array, heads: int, *, axis: int) -> Array:
     return jnp.repeat(x, heads // x.shape[axis], axis=axis)
 
 
-def _rows_cut(array: Array, axis: int, slot: Array, position: Array, count: int) -> Array:
-    """`count` rows of one slot from a position; they must not pass the end of the ring."""
-    sizes = list(array.shape)
-    sizes[0], sizes[axis] = 1, count
-    at = rem(position, array.shape[axis])
-    return cut(array, (slot, *(0,) * (axis - 1), at), tuple(sizes[: axis + 1]))[0]
+@struct
+class _Places:
+    """Where the rows of each lane's segment lie, for every step or for one.
+
+    Worked out before the loop, so that its reads only look them up.
+
+    Attributes:
+      tile, before, sixteen, block, last: (slot, row of the ring) where the tile, the row before
+        it, its 16, its block and the block before begin.
+      scores: (lane, row of the block) where its 16 begin.
+      offset: (lane, row of its 16) where the tile begins.
+      inside: first row of the tile in its block.
+    """
+
+    tile: Int[Array, "*G lanes 2"]
+    before: Int[Array, "*G lanes 2"]
+    sixteen: Int[Array, "*G lanes 2"]
+    block: Int[Array, "*G lanes 2"]
+    last: Int[Array, "*G lanes 2"]
+    scores: Int[Array, "*G lanes 2"]
+    offset: Int[Array, "*G lanes 2"]
+    inside: Int[Array, "*G lanes"]
 
 
-def _pages(log: GdnLog, slot: Array, start: Array, count: int) -> _Pages:
-    """`count` log rows of a slot, which lie in one piece of the ring."""
+def _places(rows: Rows, ring: int) -> _Places:
+    """Of every step, in a log of `ring` rows."""
+    segs, size = rows.segments, rows.block_size
+    block = div(segs.start, size) * size
+    inside = segs.start - block
+    lane = lax.broadcasted_iota(jnp.int32, inside.shape, 1)
+
+    def in_ring(position: Array) -> Array:
+        return jnp.stack((segs.slot, rem(position, ring)), axis=-1)
+
+    return _Places(
+        tile=in_ring(segs.start),
+        before=in_ring(segs.start + ring - 1),
+        sixteen=in_ring(segs.start - rem(inside, TILE_ROWS)),
+        block=in_ring(block),
+        last=in_ring(jnp.maximum(block - size, 0)),
+        scores=jnp.stack((lane, inside - rem(inside, TILE_ROWS)), axis=-1),
+        offset=jnp.stack((lane, rem(inside, TILE_ROWS)), axis=-1),
+        inside=inside,
+    )
+
+
+def _at(places: _Places, step: Int[Array, ""]) -> _Places:
+    return jax.tree.map(lambda a: take(a, step), places)
+
+
+def _log_rows(log: GdnLog, name: str, index: Int[Array, "lanes 2"], count: int) -> Array:
+    """`count` rows of each lane's slot; they must not pass the end of the ring."""
+    array, axis = getattr(log, name), _ROW_AXIS[name]
+    sizes = (1, *array.shape[1:axis], count, *array.shape[axis + 1 :])
+    return blocks(array, index, axes=(0, axis), sizes=sizes)[:, 0]
+
+
+def _pages(log: GdnLog, index: Int[Array, "lanes 2"], count: int) -> _Pages:
+    """`count` log rows of each lane's slot, which lie in one piece of the ring."""
 
     def read(name: str) -> Array:
-        rows = _rows_cut(getattr(log, name), _ROW_AXIS[name], slot, start, count)
-        return from_bits(rows).astype(jnp.float32)
+        return from_bits(_log_rows(log, name, index, count)).astype(jnp.float32)
 
     return _Pages(*(read(name) for name in _ROW_AXIS))
 
 
-def _write_tile(log: GdnLog, name: str, segments: list[Segment], tiles: Array) -> Array:
+def _write_tile(
+    log: GdnLog,
+    name: str,
+    index: Int[Array, "lanes 2"],
+    live: Bool[Array, "lanes T"],
+    tiles: Array,
+) -> Array:
     """An array of the log with the live rows of each lane's tile."""
     axis, array = _ROW_AXIS[name], getattr(log, name)
-    count = segments[0].live.shape[0]
-    old = by_lane(lambda seg: _rows_cut(array, axis, seg.slot, seg.start, count), segments)
-    live = jnp.stack([seg.live for seg in segments])
+    old = _log_rows(log, name, index, live.shape[1])
     shape = [1] * old.ndim
     shape[0], shape[axis] = live.shape
     new = jnp.where(live.reshape(shape), to_bits(tiles, array.dtype), old)
     # Empty lanes come last and may repeat the slot of another: theirs are the writes to lose.
-    for lane, seg in reversed(list(enumerate(segments))):
-        at = rem(seg.start, array.shape[axis])
-        array = paste(array, new[lane][None], (seg.slot, *(0,) * (axis - 1), at))
+    for lane in reversed(range(old.shape[0])):
+        slot, row = index[lane, 0], index[lane, 1]
+        array = paste(array, new[lane][None], (slot, *(0,) * (axis - 1), row))
     return array
 
 
-def _seal(state: Float[Array, "Hv dk dv"], pages: _Pages) -> Float[Array, "Hv dk dv"]:
-    """Fold a whole block into the state, tiles in ascending order."""
-    heads = state.shape[0]
-    last = pages.gate[:, -1:]
-    key = _by_value_head(pages.key * pages.key_scale[:, None, :], heads, axis=0)
-    value = pages.value * jnp.exp(last - pages.gate)[:, :, None]
-    state = product(jnp.exp(last)[:, :, None], state)
-    for at in range(0, key.shape[2], TILE_ROWS):
+def _seal(state: Float[Array, "lanes Hv dk dv"], pages: _Pages) -> Float[Array, "lanes Hv dk dv"]:
+    """Fold a whole block into each lane's state, tiles in ascending order."""
+    heads = state.shape[1]
+    last = pages.gate[:, :, -1:]
+    key = _by_value_head(pages.key * pages.key_scale[:, :, None, :], heads, axis=1)
+    value = pages.value * jnp.exp(last - pages.gate)[..., None]
+    state = product(jnp.exp(last)[..., None], state)
+    for at in range(0, key.shape[3], TILE_ROWS):
         tile = slice(at, at + TILE_ROWS)
-        state = state + _product("hkj,hjv->hkv", key[:, :, tile], value[:, tile])
+        state = state + _product("lhkj,lhjv->lhkv", key[..., tile], value[:, :, tile])
     return state
 
 
 def _running_states(
-    log: GdnLog, carried: Float[Array, "lanes Hv dk dv"], rows: Rows, step: Array, segs: list
+    log: GdnLog,
+    carried: Float[Array, "lanes Hv dk dv"],
+    rows: Rows,
+    step: Int[Array, ""],
+    places: _Places,
 ) -> Float[Array, "lanes Hv dk dv"]:
     """State at the boundary below each lane's tile: the slot's or the one carried, the block before
     it folded in where that is due; as it would be read back from the pool."""
-    encoding, size = log.state_dtype, rows.block_size
-    loaded = by_lane(
-        lambda seg: encoding.decode(take(log.sealed, take(rows.sealed_slot, seg.slot))), segs
-    )
+    decode, size = jax.vmap(log.state_dtype.decode), rows.block_size
+    loaded = decode(take(log.sealed, take(rows.sealed_slot, places.tile[:, 0])))
     first = take(rows.lane_first, step)
     fold = take(rows.lane_fold, step)
     state = jnp.where(first[:, None, None, None], loaded, carried)
 
     def folded(state: Array) -> Array:
-        out = []
-        for lane, seg in enumerate(segs):
-            before = _pages(log, seg.slot, jnp.maximum(div(seg.start, size) - 1, 0) * size, size)
-            out.append(encoding.decode(encoding.encode(_seal(state[lane], before))))
-        return jnp.where(fold[:, None, None, None], jnp.stack(out), state)
+        sealed = _seal(state, _pages(log, places.last, size))
+        out = decode(jax.vmap(log.state_dtype.encode)(sealed))
+        return jnp.where(fold[:, None, None, None], out, state)
 
     return lax.cond(jnp.any(fold), folded, lambda state: state, state)
 
@@ -201,10 +276,7 @@ def _store(log: GdnLog, state: Array, rows: Rows, step: Array) -> Array:
     where = take(rows.lane_store, step)
 
     def store(sealed: Array) -> Array:
-        for lane in range(state.shape[0]):
-            encoded = log.state_dtype.encode(state[lane])
-            sealed = sealed.at[where[lane]].set(encoded, mode="drop")
-        return sealed
+        return sealed.at[where].set(jax.vmap(log.state_dtype.encode)(state), mode="drop")
 
     return lax.cond(jnp.any(where < log.sealed.shape[0]), store, lambda sealed: sealed, log.sealed)
 
@@ -219,7 +291,7 @@ class _Tile:
       gate: running sum of log-gates, also of rows committed before.
       live: rows of this call.
       known: rows of this call or before it.
-      place: first row of the tile in its block.
+      places: where they lie.
     """
 
     both: Float[Array, "lanes Hk T2 dk"]
@@ -227,12 +299,17 @@ class _Tile:
     gate: Float[Array, "lanes Hv T"]
     live: Bool[Array, "lanes T"]
     known: Bool[Array, "lanes T"]
-    place: Int[Array, " lanes"]
+    places: _Places
 
     @property
     def size(self) -> int:
         """Rows."""
         return self.live.shape[1]
+
+    @property
+    def place(self) -> Int[Array, " lanes"]:
+        """First row of the tile in its block."""
+        return self.places.inside
 
 
 def _running_gates(
@@ -285,13 +362,10 @@ def _apply_state(state: Float[Array, "lanes Hv dk dv"], tile: _Tile) -> Array:
     return product(out, factor.reshape(lanes, heads, -1, 1))
 
 
-def _cut_lanes(x: Array, axis: int, place: Int[Array, " lanes"], count: int) -> Array:
-    """`count` entries of an axis from each lane's own place."""
-    parts = []
-    for lane in range(x.shape[0]):
-        start = (*(0,) * (axis - 1), place[lane])
-        parts.append(cut(x[lane], start, (*x.shape[1:axis], count)))
-    return jnp.stack(parts)
+def _cut_lanes(x: Array, axis: int, index: Int[Array, "lanes 2"], count: int) -> Array:
+    """`count` entries of an axis for each lane, from where `index` (lane, entry) says."""
+    sizes = (1, *x.shape[1:axis], count, *x.shape[axis + 1 :])
+    return blocks(x, index, axes=(0, axis), sizes=sizes)[:, 0]
 
 
 def _solve_group(
@@ -320,23 +394,23 @@ class _Sixteen:
     Attributes:
       pairs: weighted scores of the tile's keys, then queries, with them.
       value: pseudo-values of those that came before this call; the others are 0.
-      offset: of the tile in them.
+      offset: (lane, row) of the tile in them.
     """
 
     pairs: Float[Array, "lanes Hv T2 16"]
     value: Float[Array, "lanes Hv 16 dv"]
-    offset: Int[Array, " lanes"]
+    offset: Int[Array, "lanes 2"]
 
 
-def _sixteen(scores: Array, value: Float[Array, "lanes Hv J dv"], tile: _Tile) -> _Sixteen:
-    start = div(tile.place, TILE_ROWS) * TILE_ROWS
-    first_live = tile.place + jnp.argmax(tile.live, axis=1)
-    row = start[:, None] + jnp.arange(TILE_ROWS)[None, :]
-    before = (row < first_live[:, None])[:, None, :, None]
+def _sixteen(scores: Array, value: Float[Array, "lanes Hv 16 dv"], tile: _Tile) -> _Sixteen:
+    """Of the scores with the block, and the logged values of the 16 rows."""
+    offset = tile.places.offset[:, 1]
+    first_live = offset + jnp.argmax(tile.live, axis=1)
+    before = jnp.arange(TILE_ROWS)[None, :] < first_live[:, None]
     return _Sixteen(
-        _cut_lanes(scores, 3, start, TILE_ROWS),
-        jnp.where(before, _cut_lanes(value, 2, start, TILE_ROWS), 0.0),
-        tile.place - start,
+        _cut_lanes(scores, 3, tile.places.scores, TILE_ROWS),
+        jnp.where(before[:, None, :, None], value, 0.0),
+        tile.places.offset,
     )
 
 
@@ -367,14 +441,14 @@ def _solve(
     """
     size = tile.size
     # In a tile of one group the earlier rows are logged; in one of four they are made here.
-    logged = jnp.arange(TILE_ROWS)[None, :] < sixteen.offset[:, None]
+    logged = jnp.arange(TILE_ROWS)[None, :] < sixteen.offset[:, 1:]
     before = jnp.where(logged[:, None, :, None], sixteen.value, 0.0)
 
     def rows_at(x: Array, at: Any) -> Array:
         return cut(x, (0, 0, at), (*x.shape[:2], GROUP_ROWS))
 
     def group(at: Any, value: Float[Array, "lanes Hv 16 dv"]) -> tuple[Array, Array]:
-        offset = sixteen.offset + at
+        offset = jnp.stack((sixteen.offset[:, 0], sixteen.offset[:, 1] + at), axis=-1)
         keys, queries = rows_at(sixteen.pairs, at), rows_at(sixteen.pairs, size + at)
         pairs = jnp.concatenate((keys, queries), axis=2)
         taken = _product("lhtj,lhjv->lhtv", pairs, value)
@@ -401,20 +475,21 @@ def _solve(
 
 
 def _tile_values(
-    packed: LogInputs, tile: _Tile, pages: _Pages, state: Array, segs: list[Segment], dtype: Any
+    new: _NewRows, log: GdnLog, tile: _Tile, pages: _Pages, state: Array, segs: Segments
 ) -> tuple[Float[Array, "lanes Hv T dv"], Float[Array, "lanes Hv T dv"]]:
     """(u, o) of the tiles' rows: from the state, then the block's earlier 16s, then their own."""
     size = tile.size
-    value = _read(packed.value, segs).astype(jnp.float32).swapaxes(1, 2)
-    beta = _read(packed.beta, segs).swapaxes(1, 2)
+    value = segment_rows(new.value, segs).astype(jnp.float32).swapaxes(1, 2)
+    beta = segment_rows(new.beta, segs).swapaxes(1, 2)
     from_state = _apply_state(state, tile)
     scores = _weighted_scores(tile, pages)
     column = jnp.arange(pages.gate.shape[2])[None, :]
-    earlier = (column < (div(tile.place, TILE_ROWS) * TILE_ROWS)[:, None])[:, None, :, None]
+    earlier = (column < tile.places.scores[:, 1:])[:, None, :, None]
     from_block = _product("lhtj,lhjv->lhtv", scores, jnp.where(earlier, pages.value, 0.0))
-    sixteen = _sixteen(scores, pages.value, tile)
+    logged = _log_rows(log, "value", tile.places.sixteen, TILE_ROWS)
+    sixteen = _sixteen(scores, from_bits(logged).astype(jnp.float32), tile)
     rhs = value - from_state[:, :, :size] - from_block[:, :, :size]
-    u, from_sixteen = _solve(rhs, sixteen, beta, tile, dtype)
+    u, from_sixteen = _solve(rhs, sixteen, beta, tile, log.value.dtype)
     out = from_state[:, :, size:] + from_block[:, :, size:] + from_sixteen
     return u, out * (tile.both.shape[-1] ** -0.5)
 
@@ -425,87 +500,64 @@ def log_step(inputs: LogInputs, log: GdnLog, rows: Rows) -> tuple[Float[Array, "
     Returns:
       Outputs in float32, and the log with the new rows and the stored seals.
     """
-    packed = LogInputs(*(with_margin(getattr(inputs, f)) for f in LogInputs.__dataclass_fields__))
-    size, block = rows.shape.segment, rows.block_size
+    new, all_places = _NewRows.of(inputs), _places(rows, log.gate.shape[2])
 
     def step(index: Array, carry: tuple[GdnLog, Array, Array, Array]):
         log, carried, out, pending = carry
-        segs = segments_at(rows, index)
-        log = _write_pending(log, rows, index, pending)
+        segs, places = segments_at(rows, index), _at(all_places, index)
+        log = _write_pending(log, rows, all_places, index, pending)
         # Every read of the log comes after its writes, so that XLA need not copy it: pseudo-values
         # wait for the next step. The rows of a due fold are not among those written.
-        log, tile = _new_rows(packed, log, rows, segs)
-        state = _running_states(log, carried, rows, index, segs)
+        log, tile = _new_rows(new, log, segs, places)
+        state = _running_states(log, carried, rows, index, places)
         log = dataclasses.replace(log, sealed=_store(log, state, rows, index))
-        pages = _lane_pages(log, segs, block)
-        u, o = _tile_values(packed, tile, pages, state, segs, log.value.dtype)
-        for lane, seg in enumerate(segs):
-            out = put_rows(out, seg, o[lane].swapaxes(0, 1))
-        return log, state, out, u
+        pages = _pages(log, places.block, rows.block_size)
+        u, o = _tile_values(new, log, tile, pages, state, segs)
+        return log, state, put_rows(out, rows, index, o.swapaxes(1, 2)), u
 
     heads, dk, dv = inputs.value.shape[1], inputs.key.shape[2], inputs.value.shape[2]
     carry = (
         log,
         jnp.zeros((rows.shape.lanes, heads, dk, dv), jnp.float32),
-        jnp.zeros(packed.value.shape, jnp.float32),
-        jnp.zeros((rows.shape.lanes, heads, size, dv), jnp.float32),
+        output_rows(rows, heads, dv),
+        jnp.zeros((rows.shape.lanes, heads, rows.shape.segment, dv), jnp.float32),
     )
     log, _, out, pending = lax.fori_loop(0, rows.num_steps, step, carry)
-    return without_margin(out), _write_pending(log, rows, rows.num_steps, pending)
+    log = _write_pending(log, rows, all_places, rows.num_steps, pending)
+    return packed_output(out, rows), log
 
 
-def _write_pending(log: GdnLog, rows: Rows, step: Int[Array, ""], u: Array) -> GdnLog:
+def _write_pending(
+    log: GdnLog, rows: Rows, places: _Places, step: Int[Array, ""], u: Array
+) -> GdnLog:
     """The log with the pseudo-values of the step before."""
-    segs = [
-        dataclasses.replace(seg, live=seg.live & (step > 0))
-        for seg in segments_at(rows, jnp.maximum(step - 1, 0))
-    ]
-    return dataclasses.replace(log, value=_write_tile(log, "value", segs, u))
+    before = jnp.maximum(step - 1, 0)
+    live = segments_at(rows, before).live & (step > 0)
+    written = _write_tile(log, "value", take(places.tile, before), live, u)
+    return dataclasses.replace(log, value=written)
 
 
-def _lane_pages(log: GdnLog, segs: list[Segment], block: int) -> _Pages:
-    """The block of each lane's tile."""
-    lanes = [_pages(log, seg.slot, div(seg.start, block) * block, block) for seg in segs]
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *lanes)
-
-
-def _read(x: Array, segs: list[Segment]) -> Array:
-    return by_lane(lambda seg: segment_rows(x, seg), segs)
-
-
-def _new_rows(
-    packed: LogInputs, log: GdnLog, rows: Rows, segs: list[Segment]
-) -> tuple[GdnLog, _Tile]:
+def _new_rows(rows: _NewRows, log: GdnLog, segs: Segments, places: _Places) -> tuple[GdnLog, _Tile]:
     """The log with the keys and gates of each lane's tile, and the tile."""
-    size = rows.shape.segment
-    both = jnp.concatenate((_read(packed.key, segs), _read(packed.query, segs)), axis=1)
-    both = both.astype(jnp.float32).swapaxes(1, 2)
-    scale = jnp.concatenate(
-        (_read(packed.key_scale, segs), _read(packed.query_scale, segs)), axis=1
-    )
-    scale = scale.swapaxes(1, 2)
-    live = jnp.stack([seg.live for seg in segs])
-    place = jnp.stack([rem(seg.start, rows.block_size) for seg in segs])
-    gate = _running_gates(_read(packed.gate, segs), _gates_around(log, segs, place), live)
+    size = segs.live.shape[1]
+    both, scale = segment_rows(rows.both, segs), segment_rows(rows.scale, segs)
+    both = jnp.moveaxis(both.astype(jnp.float32), 1, 3)
+    both = both.reshape(*both.shape[:2], 2 * size, both.shape[4])
+    scale = jnp.moveaxis(scale, 1, 3).reshape(both.shape[:3])
+    gates = segment_rows(rows.gate, segs)
+    gate = _running_gates(gates, _gates_around(log, places, size), segs.live)
     written = {
         "key": both[:, :, :size].swapaxes(2, 3),
         "key_scale": scale[:, :, :size],
         "gate": gate,
     }
-    arrays = {name: _write_tile(log, name, segs, x) for name, x in written.items()}
-    known = jnp.stack([seg.known for seg in segs])
-    return dataclasses.replace(log, **arrays), _Tile(both, scale, gate, live, known, place)
+    arrays = {n: _write_tile(log, n, places.tile, segs.live, x) for n, x in written.items()}
+    tile = _Tile(both, scale, gate, segs.live, segs.known, places)
+    return dataclasses.replace(log, **arrays), tile
 
 
-def _gates_around(
-    log: GdnLog, segs: list[Segment], place: Int[Array, " lanes"]
-) -> Float[Array, "lanes Hv T1"]:
+def _gates_around(log: GdnLog, places: _Places, size: int) -> Float[Array, "lanes Hv T1"]:
     """G of the row before each lane's tile, 0 at a boundary, then of the tile's rows."""
-    size, ring = segs[0].live.shape[0], log.gate.shape[2]
-
-    def last(seg: Segment) -> Array:
-        return _rows_cut(log.gate, 2, seg.slot, seg.start + ring - 1, 1)
-
-    before = jnp.where((place == 0)[:, None, None], 0.0, by_lane(last, segs))
-    own = by_lane(lambda seg: _rows_cut(log.gate, 2, seg.slot, seg.start, size), segs)
-    return jnp.concatenate((before, own), axis=2)
+    before = _log_rows(log, "gate", places.before, 1)
+    before = jnp.where((places.inside == 0)[:, None, None], 0.0, before)
+    return jnp.concatenate((before, _log_rows(log, "gate", places.tile, size)), axis=2)

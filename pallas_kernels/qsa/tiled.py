@@ -16,15 +16,14 @@ from pallas_kernels.index import div, paste, rem, take
 from pallas_kernels.rows import (
     TILE_ROWS,
     Rows,
-    Segment,
-    by_lane,
+    Segments,
     map_row_tiles,
+    output_rows,
+    packed_output,
     previous_rows,
     put_rows,
     segment_rows,
     segments_at,
-    with_margin,
-    without_margin,
 )
 from pallas_kernels.struct import struct
 
@@ -61,7 +60,7 @@ def pool_raw_keys(
 
 
 def _group_scores(
-    query: Float[Array, "lanes T N D"], pages: Array, rows: Rows, segs: list[Segment], index: Array
+    query: Float[Array, "lanes T N D"], pages: Array, rows: Rows, segs: Segments
 ) -> Float[Array, "lanes T G"]:
     """Scores of all groups of each lane's table; those not complete yet are arbitrary."""
     head_dim, groups_per_block = query.shape[-1], pages.shape[1]
@@ -70,14 +69,14 @@ def _group_scores(
     by_head = query.swapaxes(1, 2)
 
     def block(i: Array, out: Array) -> Array:
-        stored = by_lane(lambda seg: take(pages, take(rows.block_table, seg.slot, i)), segs)
+        stored = take(pages, take(rows.block_table, segs.slot, i))
         key = from_bits(stored).astype(jnp.float32)
         score = jnp.einsum("lntd,lgd->lntg", by_head, key, precision=HIGHEST)
         total = jnp.sum(jnp.maximum(score, 0.0), axis=1) / head_dim**0.5
         return paste(out, total, (0, 0, i * groups_per_block))
 
-    ends = [take(rows.start, seg.slot) + take(rows.count, seg.slot) for seg in segs]
-    end = jnp.max(jnp.where(take(rows.lane_live, index), jnp.stack(ends), 0))
+    ends = take(rows.start, segs.slot) + take(rows.count, segs.slot)
+    end = jnp.max(jnp.where(segs.is_filled, ends, 0))
     return lax.fori_loop(0, div(end + (rows.block_size - 1), rows.block_size), block, out)
 
 
@@ -124,27 +123,22 @@ def select_tokens(
     """
     num_groups = rows.block_table.shape[1] * pooled_pages.shape[1]
     width = min(budget // ratio, num_groups) * ratio + ratio - 1
-    packed = with_margin(query)
 
     def step(index: Array, out: Selection) -> Selection:
         segs = segments_at(rows, index)
-        q = by_lane(lambda seg: segment_rows(packed, seg), segs).astype(jnp.float32)
-        scores = _group_scores(q, pooled_pages, rows, segs, index)
-        position = jnp.concatenate([seg.position for seg in segs])
-        flat = scores.reshape(-1, num_groups)
-        chosen = _pack(flat, position, ratio=ratio, budget=budget)
-        for lane, seg in enumerate(segs):
-            tile = slice(lane * rows.shape.segment, (lane + 1) * rows.shape.segment)
-            out = Selection(
-                put_rows(out.position, seg, chosen.position[tile]),
-                put_rows(out.count, seg, chosen.count[tile]),
-            )
-        return out
+        q = segment_rows(query, segs).astype(jnp.float32)
+        scores = _group_scores(q, pooled_pages, rows, segs)
+        position = segs.position.reshape(-1)
+        chosen = _pack(scores.reshape(-1, num_groups), position, ratio=ratio, budget=budget)
+        by_lane = segs.position.shape
+        return Selection(
+            put_rows(out.position, rows, index, chosen.position.reshape(*by_lane, width)),
+            put_rows(out.count, rows, index, chosen.count.reshape(by_lane)),
+        )
 
-    size = packed.shape[0]
-    start = Selection(jnp.zeros((size, width), jnp.int32), jnp.zeros(size, jnp.int32))
+    start = Selection(output_rows(rows, width, dtype=jnp.int32), output_rows(rows, dtype=jnp.int32))
     chosen = lax.fori_loop(0, rows.num_steps, step, start)
-    return Selection(without_margin(chosen.position), without_margin(chosen.count))
+    return Selection(packed_output(chosen.position, rows), packed_output(chosen.count, rows))
 
 
 def sparse_attention(
@@ -162,8 +156,6 @@ def sparse_attention(
     """
     heads, head_dim = query.shape[1:]
     kv_heads, block = key_pages.shape[1], rows.block_size
-    size = rows.shape.rows
-    shape = (size, kv_heads, heads // kv_heads, head_dim)
     width = selection.position.shape[1]
     span = min(SPAN, -(-width // TILE_ROWS) * TILE_ROWS)
     padding = -width % span
@@ -171,6 +163,7 @@ def sparse_attention(
     entry = jnp.arange(head_dim)[None, None, :, None]
 
     def tile(query: Array, position: Array, count: Array, slot: Array) -> Array:
+        shape = (query.shape[0], kv_heads, heads // kv_heads, head_dim)
         q = query.astype(jnp.float32).reshape(shape)
         position = jnp.pad(position, ((0, 0), (0, padding)))
         partial = empty_partial(shape)
@@ -192,6 +185,6 @@ def sparse_attention(
                 return jnp.einsum("tkgs,tksh->tkgh", w, value, precision=HIGHEST)
 
             partial = merge(partial, span_partial(scores, mask[:, None, None, :], weigh))
-        return finish(partial).reshape(size, heads, head_dim)
+        return finish(partial).reshape(query.shape)
 
     return map_row_tiles(tile, rows, query, selection.position, selection.count, rows.slot)

@@ -133,9 +133,9 @@ def _before_the_pending_write(patch: Patch, reader: str) -> None:
     before: list[Any] = []
 
     def write(original: Any) -> Any:
-        def changed(log, rows, step, u):
+        def changed(log, rows, places, step, u):
             before[:] = [log.value]
-            return original(log, rows, step, u)
+            return original(log, rows, places, step, u)
 
         return changed
 
@@ -150,7 +150,7 @@ def _before_the_pending_write(patch: Patch, reader: str) -> None:
 
 
 def _tile_before_the_pending_write(patch: Patch) -> None:
-    _before_the_pending_write(patch, "_lane_pages")
+    _before_the_pending_write(patch, "_pages")
 
 
 def _fold_before_the_pending_write(patch: Patch) -> None:
@@ -159,7 +159,7 @@ def _fold_before_the_pending_write(patch: Patch) -> None:
 
 def _lanes_written_in_order(patch: Patch) -> None:
     def make(original: Any) -> Any:
-        return lambda log, name, segs, tiles: original(log, name, segs[::-1], tiles[::-1])
+        return lambda log, name, *lanes: original(log, name, *(x[::-1] for x in lanes))
 
     swap(patch, tiled, "_write_tile", make)
 
@@ -185,12 +185,12 @@ def _seal_a_row_early(patch: Patch) -> None:
 
 def _seal_in_another_order(patch: Patch) -> None:
     def make(original: Any) -> Any:
-        def changed(log, carried, rows, step, segs):
+        def changed(log, carried, rows, step, places):
             with pytest.MonkeyPatch.context() as inner:
                 if rows.shape == DECODE:
                     descending = lambda *bounds: reversed(range(*bounds))  # noqa: E731
                     inner.setattr(tiled, "range", descending, raising=False)
-                return original(log, carried, rows, step, segs)
+                return original(log, carried, rows, step, places)
 
         return changed
 
@@ -199,12 +199,12 @@ def _seal_in_another_order(patch: Patch) -> None:
 
 def _fold_of_the_other_block(patch: Patch) -> None:
     def make(original: Any) -> Any:
-        def changed(log, carried, rows, step, segs):
+        def changed(log, carried, rows, step, places):
             rolled = {
                 name: jnp.roll(getattr(log, name), rows.block_size, axis=axis)
                 for name, axis in tiled._ROW_AXIS.items()
             }
-            return original(dataclasses.replace(log, **rolled), carried, rows, step, segs)
+            return original(dataclasses.replace(log, **rolled), carried, rows, step, places)
 
         return changed
 
@@ -220,8 +220,7 @@ def _folded_up_to(state: Any, pages: Any, inside: Any, stands_at: Any) -> Any:
         value=jnp.where(inside[:, None, :, None], pages.value, 0.0),
         gate=jnp.where(inside[:, None, :], pages.gate, stands_at),
     )
-    lanes = [jax.tree.map(lambda x, i=i: x[i], (state, kept)) for i in range(len(state))]
-    return jnp.stack([tiled._seal(*lane) for lane in lanes])
+    return tiled._seal(state, kept)
 
 
 def _seal_where_the_call_starts(patch: Patch) -> None:
@@ -235,9 +234,9 @@ def _seal_where_the_call_starts(patch: Patch) -> None:
         return starts_inside, inside
 
     def states(original: Any) -> Any:
-        def changed(log, carried, rows, step, segs):
-            block[:] = [tiled._lane_pages(log, segs, rows.block_size)]
-            return original(log, carried, rows, step, segs)
+        def changed(log, carried, rows, step, places):
+            block[:] = [tiled._pages(log, places.block, rows.block_size)]
+            return original(log, carried, rows, step, places)
 
         return changed
 
@@ -278,7 +277,7 @@ def _seal_in_place(patch: Patch) -> None:
     def make(original: Any) -> Any:
         def changed(**how):
             rows, seals = original(**how)
-            old = how["sealed_slot"][rows.lane_slot]
+            old = how["sealed_slot"][rows.segments.slot]
             store = jnp.where(rows.lane_store < how["num_state_slots"], old, rows.lane_store)
             return dataclasses.replace(rows, lane_store=store), seals
 
