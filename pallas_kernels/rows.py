@@ -4,11 +4,13 @@ A call computes `count[b]` new rows for each slot `b`, at positions `start[b] ..
 sees them packed one after another; work along a sequence sees *segments*: tiles at absolute
 positions, so that a row sits at the same place of its tile whatever the call around it. A step of
 that loop computes one segment in each lane, always of different slots. Both loops have a fixed body
-and a trip count known only on the device: one body serves a program's every call.
+and a trip count known only on the device: one body serves a program's every call. A program for
+one tile of rows needs no loop over them.
 
-Programs for few rows use smaller tiles than programs for many (`Shape`). On the CPU that changes no
-bit: XLA's small products (`x W`, `W` stored by rows of the contracted axis) add in the same order
-for 2 to 32 rows, which `tests/pallas_kernels/test_row_invariance.py` checks on every machine.
+Programs for few rows compute fewer at a time than programs for many (`Shape`). On the CPU that
+changes no bit: XLA's small products (`x W`, `W` stored by rows of the contracted axis) add in the
+same order for 2 to 32 rows, which `tests/pallas_kernels/test_row_invariance.py` checks on every
+machine.
 """
 
 import dataclasses
@@ -35,18 +37,20 @@ class Shape:
 
     Attributes:
       rows: packed rows of a row-wise tile.
+      few: rows that are computed of a tile with no more live ones; 0 computes all always.
       segment: rows of a segment; it divides 16.
       lanes: segments of a step. They share the cost of many small kernels; an empty one wastes its
         arithmetic.
     """
 
     rows: int
+    few: int
     segment: int
     lanes: int
 
 
-DECODE = Shape(rows=8, segment=4, lanes=4)
-PREFILL = Shape(rows=TILE_ROWS, segment=TILE_ROWS, lanes=1)
+DECODE = Shape(rows=TILE_ROWS, few=8, segment=4, lanes=4)
+PREFILL = Shape(rows=TILE_ROWS, few=0, segment=TILE_ROWS, lanes=1)
 DECODE_ROWS = 64
 
 
@@ -137,43 +141,49 @@ def num_segments_bound(num_rows: int, num_slots: int, segment: int) -> int:
     return min(num_rows + num_slots, num_rows // segment + 2 * num_slots)
 
 
-def map_tiles(fn: Callable, num_rows: Int[Array, ""], *trees: Any, margin: int = 0) -> Any:
+def map_tiles(fn: Callable, num_rows: Int[Array, ""], *trees: Any) -> Any:
     """Apply a row-wise function to the first `num_rows` rows, one tile at a time.
 
     `fn(*tiles)` gets the trees cut to `[tile, ...]` and returns a tree of such arrays. Rows beyond
     `num_rows` hold arbitrary values: a row's result must not depend on its neighbours.
-
-    Args:
-      margin: rows to leave free before and after the results.
-
-    Returns:
-      The tree of `[margin + R + margin, ...]` results; tiles without live rows are zeros.
     """
     size = jax.tree.leaves(trees)[0].shape[0]
     tile = shape_of(size).rows
+    if size == tile:
+        return jax.tree.map(from_bits, _tile_bits(fn, num_rows, trees, shape_of(size).few))
 
-    def spec(a: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((tile, *a.shape[1:]), a.dtype)
-
-    def empty(s: jax.ShapeDtypeStruct) -> Array:
-        return jnp.zeros((size + 2 * margin, *s.shape[1:]), storage_dtype(s.dtype))
-
-    out_spec = jax.eval_shape(fn, *jax.tree.map(spec, trees))
+    def of_tile(start: Array) -> Any:
+        tiles = jax.tree.map(lambda a: cut(a, (start,), (tile,)), trees)
+        return _tile_bits(fn, num_rows - start, tiles, shape_of(size).few)
 
     def body(i: Array, out: Any) -> Any:
-        start = i * tile
-        tiles = jax.tree.map(lambda a: cut(a, (start,), (tile,)), trees)
-        put = lambda o, y: paste(o, to_bits(y, o.dtype), (start + margin,))  # noqa: E731
-        return jax.tree.map(put, out, fn(*tiles))
+        return jax.tree.map(lambda o, y: paste(o, y, (i * tile,)), out, of_tile(i * tile))
 
+    def empty(s: jax.ShapeDtypeStruct) -> Array:
+        return jnp.zeros((size, *s.shape[1:]), s.dtype)
+
+    out = jax.tree.map(empty, jax.eval_shape(of_tile, jnp.zeros((), jnp.int32)))
     trips = div(num_rows + (tile - 1), tile)
-    out = lax.fori_loop(0, trips, body, jax.tree.map(empty, out_spec))
-    return jax.tree.map(from_bits, out)
+    return jax.tree.map(from_bits, lax.fori_loop(0, trips, body, out))
 
 
-def map_row_tiles(fn: Callable, rows: Rows, *trees: Any, margin: int = 0) -> Any:
+def _tile_bits(fn: Callable, num_live: Int[Array, ""], tiles: Any, few: int) -> Any:
+    """`fn` of one tile, as it is stored; rows from `few` on are zeros if no live one is there."""
+
+    def whole(tiles: Any) -> Any:
+        return jax.tree.map(lambda y: to_bits(y, storage_dtype(y.dtype)), fn(*tiles))
+
+    def first(tiles: Any) -> Any:
+        out = whole(jax.tree.map(lambda a: a[:few], tiles))
+        size = jax.tree.leaves(tiles)[0].shape[0]
+        return jax.tree.map(lambda y: jnp.zeros((size, *y.shape[1:]), y.dtype).at[:few].set(y), out)
+
+    return lax.cond(num_live <= few, first, whole, tiles) if few else whole(tiles)
+
+
+def map_row_tiles(fn: Callable, rows: Rows, *trees: Any) -> Any:
     """`map_tiles` over the packed rows of a call."""
-    return map_tiles(fn, rows.num_rows, *trees, margin=margin)
+    return map_tiles(fn, rows.num_rows, *trees)
 
 
 def segments_at(rows: Rows, step: Int[Array, ""]) -> Segments:

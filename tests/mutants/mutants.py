@@ -76,12 +76,12 @@ def _one_row_in_its_natural_shape(patch: Patch) -> None:
     """XLA multiplies a matrix by one row in another order than by several."""
 
     def make(original: Any) -> Any:
-        def changed(fn, num_rows, *trees, margin=0):
-            tiled = original(fn, num_rows, *trees, margin=margin)
+        def changed(fn, num_rows, *trees):
+            tiled = original(fn, num_rows, *trees)
             alone = fn(*jax.tree.map(lambda a: a[:1], trees))
 
             def choose(many: Any, one: Any) -> Any:
-                return jnp.where(num_rows == 1, many.at[margin : margin + 1].set(one), many)
+                return jnp.where(num_rows == 1, many.at[:1].set(one), many)
 
             return jax.tree.map(choose, tiled, alone)
 
@@ -94,10 +94,10 @@ def _split_k_by_row_count(patch: Patch) -> None:
     is_few: list[Any] = []
 
     def make(original: Any) -> Any:
-        def changed(fn, num_rows, *trees, margin=0):
+        def changed(fn, num_rows, *trees):
             is_few.append(num_rows <= 16)
             try:
-                return original(fn, num_rows, *trees, margin=margin)
+                return original(fn, num_rows, *trees)
             finally:
                 is_few.pop()
 

@@ -2,7 +2,7 @@
 
 Each row-wise operator runs inside `map_tiles`, as the model runs it. The 16 rows of one tile are
 fed once as they stand; then rotated by every shift, alone among rows of NaN, and as the first of 1
-to 48 rows. Two programs of different size are used: XLA compiles each on its own.
+to 48 rows. Programs of three sizes are used: XLA compiles each on its own.
 """
 
 import functools
@@ -253,4 +253,8 @@ def test_row_depends_on_itself_alone(name: str, dtype: str):
 
     for num_rows in range(1, SMALL + 1):
         rows = jax.tree.map(lambda a, n=num_rows: _from_row(a, n), three)
+        same_bits(cut(run(rows, num_rows), slice(num_rows)), cut(full, slice(num_rows)))
+
+    for num_rows in range(1, TILE_ROWS + 1):
+        rows = jax.tree.map(lambda a, n=num_rows: _from_row(a, n), tile)
         same_bits(cut(run(rows, num_rows), slice(num_rows)), cut(full, slice(num_rows)))
