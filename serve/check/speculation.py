@@ -78,7 +78,9 @@ class Speculation:
             return right
         if self.pattern == RANDOM:
             return [draw.choice(known) for _ in range(most)]
-        num_drafts = draw.randint(0, len(right)) if self.pattern == MIXED else len(right)
+        # Every other window is full, so that wide ones are accepted as well.
+        is_cut = self.pattern == MIXED and draw.random() < 0.5
+        num_drafts = draw.randint(0, len(right)) if is_cut else len(right)
         num_right = draw.randint(0, num_drafts) if self.pattern == MIXED else 0
         # Token 0 and 1 are in every vocabulary.
         wrong = [int(token == 0) for token in right[num_right:num_drafts]]

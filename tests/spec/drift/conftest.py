@@ -12,7 +12,7 @@ from qwen_hybrid.dummy import dummy_params
 from qwen_hybrid.prepare import prepare
 from spec.drift import Fault, Program
 from tests import tiny_models
-from tests.laws.law_run import TINY
+from tests.laws.settings import TINY
 
 WIDTH, MAX_TOKENS = 4, 320
 
