@@ -25,6 +25,7 @@ from tests.mutants.gdn_mutants import GDN_MUTANTS
 from tests.mutants.mutant import Mutant, Patch
 from tests.mutants.sampling_mutants import SAMPLING_MUTANTS
 from tests.mutants.serve_mutants import SERVE_MUTANTS
+from tests.mutants.spec_mutants import SPEC_MUTANTS
 from tests.mutants.swap import Shim, swap
 
 OPS = "tests/pallas_kernels"
@@ -288,5 +289,6 @@ MUTANTS = (
     ),
     *SAMPLING_MUTANTS,
     *SERVE_MUTANTS,
+    *SPEC_MUTANTS,
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

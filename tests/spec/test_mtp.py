@@ -72,21 +72,30 @@ def loop(request, checkpoints: Checkpoints) -> Loop:
     return Loop(request.param, checkpoints.directory(request.param, mtp=True))
 
 
-def test_a_chain_is_that_of_the_float64_head(loop: Loop):
-    tokens, outputs = loop.run(drafts=True, temperature=0.0, count=4)
-    # The second round drafts after the first token of the output.
-    drafts = outputs[1].proposal.tokens
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_chain_is_that_of_the_float64_head(loop: Loop, number):
+    """After the prompt, and after rounds whose drafts were rejected."""
+    tokens, outputs = loop.run(drafts=True, temperature=0.0, count=6)
+    drafts = outputs[number].proposal.tokens
+    num_checked = 0
     for slot, ids in enumerate((loop.ids, loop.ids[::-1][: NUM_TOKENS - 37])):
-        target = loop.oracle.run(ids)
-        assert target.logits[-1].argmax() == tokens[slot][0]
-        next_ids = np.append(ids[1:], tokens[slot][0])
+        emitted = sum(int(out.accepted.num_accepted[slot]) + 1 for out in outputs[:number])
+        known = np.append(ids, tokens[slot][: emitted - 1]).astype(ids.dtype)
+        target = loop.oracle.run(known)
+        assert target.logits[-1].argmax() == tokens[slot][emitted - 1]
+        next_ids = np.append(known[1:], tokens[slot][emitted - 1])
         chain = loop.oracle.mtp_drafts(next_ids, target.carried, count=NUM_DRAFTS)
-        expected = [out.logits[-1] for out in chain]
-        gaps = [np.diff(np.sort(row)[-2:])[0] for row in expected]
-        assert min(gaps) > 1e-3, "a draft is a matter of luck"
-        assert drafts[slot].tolist() == [row.argmax() for row in expected]
+        for at, row in enumerate(out.logits[-1] for out in chain):
+            if np.diff(np.sort(row)[-2:])[0] < 1e-3:
+                # This draft, and with it the rest, is a matter of luck.
+                break
+            assert drafts[slot, at] == row.argmax()
+            num_checked += 1
+    assert num_checked >= NUM_DRAFTS
 
 
+# The other family: the laws on demo-dense.
+@pytest.mark.parametrize("loop", ["q4_qsa"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_those_of_plain_decoding(loop: Loop, temperature):
     plain, _ = loop.run(drafts=False, temperature=temperature, count=40)

@@ -68,7 +68,9 @@ def generate(model: Path, state_dtype: str, **speculation: Any) -> dict[str, Any
     return result
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "state_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)]
+)
 def test_forced_rejection_gives_the_bits_of_plain_decoding(tmp_path, state_dtype):
     assert hashlib.sha256(",".join(map(str, INPUT_IDS)).encode()).hexdigest() == SHA256
     model = directory(tmp_path)

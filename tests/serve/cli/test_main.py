@@ -107,7 +107,9 @@ def test_every_flag_reaches_the_engine():
         "--stop-token-ids 1 2 --seed 9 --ignore-eos --stream-interval 4 "
         "--dtype bfloat16 --load-format dummy --mamba-ssm-dtype bfloat16 --context-length 90 "
         "--max-running-requests 2 "
-        "--chunked-prefill-size 32 --page-size 16 --memory-bytes 1000 --compilation-cache-dir kept"
+        "--chunked-prefill-size 32 --page-size 16 --memory-bytes 1000 --compilation-cache-dir kept "
+        "--speculative-algorithm NGRAM --speculative-num-draft-tokens 5 --speculative-adaptive "
+        "--disable-self-check"
     )
     assert main([*GENERATE, *flags.split()]) == 0
     assert ToyEngine.flags == {
@@ -123,6 +125,11 @@ def test_every_flag_reaches_the_engine():
         "compilation_cache_dir": "kept",
         "skip_tokenizer_init": False,
         "sampling_defaults": "model",
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": 5,
+        "speculative_adaptive": True,
+        "speculative_dspark_threshold": 0.0,
+        "disable_self_check": True,
     }
     assert SamplingParams(**ToyEngine.calls[0][1].__dict__) == SamplingParams(
         max_new_tokens=7,
