@@ -208,6 +208,8 @@ class Trainer:
             if progress.step % arguments.report_every == 0:
                 self.report({name: float(value) for name, value in losses.items()})
                 self.save()
+                # What a run that is killed leaves behind.
+                self.write()
                 mark = time.monotonic()
         if not progress.log or progress.log[-1]["step"] != progress.step:
             self.report({})
@@ -389,7 +391,12 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=64, help="blocks in each text")
     parser.add_argument("--peak-rate", type=float, default=2e-3)
     parser.add_argument("--ce-weight", type=float, default=CE_WEIGHT, help="against the distance")
-    parser.add_argument("--report-every", type=int, default=200)
+    parser.add_argument(
+        "--report-every",
+        type=int,
+        default=1000,
+        help="steps between evaluations, which write the drafter so far and cost time of their own",
+    )
     parser.add_argument("--seed", type=int, default=0)
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)

@@ -26,12 +26,13 @@ Rule = Callable[[Request, list[int]], Given]
 
 
 def start(directory, **arguments) -> Any:
+    """An engine whose every step is one program, which halves the time to compile."""
     return Engine(
         directory,
         load_format="dummy",
         dtype="float32",
         max_running_requests=SLOTS,
-        chunked_prefill_size=64,
+        chunked_prefill_size=13,
         context_length=CONTEXT,
         sampling_defaults="openai",
         **arguments,

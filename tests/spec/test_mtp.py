@@ -62,7 +62,8 @@ class Loop:
             for slot in range(2):
                 number = int(accepted.num_accepted[slot]) + 1
                 tokens[slot] += accepted.tokens[slot, :number].tolist()
-            ids = jnp.asarray([[t[-1]] for t in tokens], jnp.int32)
+            # Padded, so that every round is the same program.
+            ids = jnp.asarray([[t[-1]] * NUM_TOKENS for t in tokens], jnp.int32)
             lengths = jnp.ones(2, jnp.int32)
         return tokens, outputs
 

@@ -174,6 +174,9 @@ def test_training_lowers_the_loss_and_goes_on_where_it_was_cut(folders: Path, mo
         patch.setattr(cut.batches, "at", lost)
         with pytest.raises(RuntimeError, match="power cut"):
             cut.run()
+    # The drafter of the last report is there.
+    so_far = load_draft(folders / "cut", cut.pair.draft, dtype="bfloat16")
+    assert jax.tree.structure(so_far) == jax.tree.structure(whole.draft)
     resumed = trainer(folders, "cut", *schedule, "--checkpoint", str(folders / "orbax"))
     assert resumed.progress.step == 15
     resumed.run()
