@@ -13,22 +13,8 @@ from jaxtyping import Array, Int, Shaped
 
 def take(array: Array, *index: Any) -> Array:
     """array[index] for indices in range; others are undefined."""
-    if all(jnp.size(i) == 1 for i in index):
-        return _take_one(array, *index)
     where = index[0] if len(index) == 1 else index
     return array.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
-def _take_one(array: Array, *index: Any) -> Array:
-    """One entry, as a slice and never as a gather.
-
-    XLA on the CPU makes slices of such gathers and numbers them apart from ours; where a fusion
-    holds one of each with the same number it takes one for the other, and may fail to compile.
-    """
-    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
-    start = tuple(jnp.reshape(i, ()) for i in index)
-    found = cut(array, start, (1,) * len(index))
-    return found.reshape(*shape, *array.shape[len(index) :])
 
 
 def cut(array: Array, start: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
@@ -59,6 +45,8 @@ def blocks(
       sizes: of a block, in all axes.
     """
     if index.shape[0] == 1:
+        # XLA would make a slice of the gather and number it apart from ours: a fusion that holds
+        # one of each with the same number takes one for the other, and fails to compile.
         start = [jnp.zeros((), index.dtype)] * array.ndim
         for place, axis in enumerate(axes):
             start[axis] = index[0, place]
