@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-OURS = ("pallas_kernels", "qwen_hybrid", "cache", "serve", "tests")
+OURS = ("pallas_kernels", "qwen_hybrid", "cache", "spec", "serve", "tests")
 
 
 def swap(
