@@ -16,7 +16,7 @@ import functools
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
@@ -37,6 +37,7 @@ from examples.dspark_losses import (
     draw_anchors,
 )
 from examples.dspark_models import Sizes, draft_config, target_directory
+from examples.train_demo import Progress
 from qwen_hybrid.dspark_config import DSparkConfig
 from qwen_hybrid.params import (
     ParamTree,
@@ -58,27 +59,6 @@ HELDOUT_ANCHORS = 32
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))
 TERMS_OF = jax.jit(block_terms, static_argnums=0)
 CARD = Path(__file__).parent / "dspark_card.md"
-
-
-@dataclass
-class Progress:
-    """How far a training has come; saved with every checkpoint.
-
-    Attributes:
-      step: Optimizer steps done.
-      seconds: Time spent on them, without compilation and reports.
-      log: One record per report.
-    """
-
-    step: int = 0
-    seconds: float = 0.0
-    log: list[dict[str, float]] = field(default_factory=list)
-
-    def share(self, arguments: argparse.Namespace) -> float:
-        """Return how much of the budget is used."""
-        if arguments.steps:
-            return self.step / arguments.steps
-        return self.seconds / (60.0 * arguments.minutes)
 
 
 def initial_draft(config: DSparkConfig, seed: int) -> ParamTree:

@@ -11,19 +11,20 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from pallas_kernels.rows import TILE_ROWS
-from pallas_kernels.sampling import Penalties, Sampling, history_spec
+from pallas_kernels.sampling import history_spec
 from pallas_kernels.struct import build
 from qwen_hybrid.config import HybridConfig
 from qwen_hybrid.fixed_batch import SLOTS_OF_ONE, fixed_batch, start_state
 from qwen_hybrid.host_memory import check_fits
 from qwen_hybrid.model import HybridModel
 from qwen_hybrid.state import ModelState, Sequences, StateConfig, inventory, state_spec
-from qwen_hybrid.step import COMPILER_OPTIONS, Reads, SlotParameters, Wanted
+from qwen_hybrid.step import COMPILER_OPTIONS, Reads, SlotParameters
 from spec.drafter import GivenDrafts, Target
 from spec.drift.faults import Fault, Faults
 from spec.drift.faulty_layers import faulty_layers
 from spec.drift.parts import Reader
 from spec.drift.rings import with_short_rings
+from spec.fixed_batch import parameters
 from spec.state import SpecCall, SpecState, StepOutput
 from spec.step import step
 
@@ -146,7 +147,7 @@ class Program:
         row[0] = count - 1
         num_reads: Any = np.asarray(int(drafted.is_read), np.int32)
         reads = build(Reads, row=row, target=np.full_like(row, -1), count=num_reads)
-        return call, reads, _greedy()
+        return call, reads, parameters(1)
 
     def _step(
         self,
@@ -192,31 +193,3 @@ def _with_next_slot(state: ModelState) -> Sequences:
     assert SLOTS_OF_ONE == 2
     free = jnp.where(sequences.sealed_slot == 1, 2, 1).astype(jnp.int32)
     return dataclasses.replace(sequences, next_slot=free)
-
-
-def _greedy() -> SlotParameters:
-    """The likeliest token, and nothing else."""
-
-    def of(value: float, dtype: Any, *shape: int) -> Any:
-        return np.full((1, *shape), value, dtype)
-
-    sampling = build(
-        Sampling,
-        temperature=of(0, np.float32),
-        top_k=of(0, np.int32),
-        top_p=of(1, np.float32),
-        min_p=of(0, np.float32),
-        seed=of(0, np.uint32, 2),
-    )
-    penalties = build(
-        Penalties,
-        repetition=of(1, np.float32),
-        frequency=of(0, np.float32),
-        presence=of(0, np.float32),
-        min_len=of(0, np.int32),
-        in_use=of(False, np.bool_),
-    )
-    wanted = build(
-        Wanted, any=of(False, np.bool_), top=of(False, np.bool_), token_ids=of(0, np.int32, 1)
-    )
-    return SlotParameters(sampling, penalties, wanted)

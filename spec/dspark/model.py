@@ -166,6 +166,21 @@ def propose(
     seats = _seat(config, anchors)
     hidden = _backbone(config, params, state, anchors.token, seats, embed)
     base = map_tiles(head, seats.count * seats.num_rows, hidden)
+    tokens, raw = _left_to_right(config, params, anchors, seats, hidden, base, pick)
+    active = anchors.active[:, None]
+    return jnp.where(active, tokens, 0), jnp.where(active, calibrated(config, raw), 0.0)
+
+
+def _left_to_right(
+    config: DSparkConfig,
+    params: Weights,
+    anchors: Anchors,
+    seats: Seats,
+    hidden: Float[Array, "M D"],
+    base: Float[Array, "M V"],
+    pick: Callable[[Float[Array, "B V"], Int[Array, " B"]], Int[Array, " B"]],
+) -> tuple[Int[Array, "B R"], Float[Array, "B R"]]:
+    """Drafts, each from its row and the draft before it, and their confidence logits."""
     num_slots = anchors.token.shape[0]
     seat = jnp.minimum(jnp.arange(_padded(num_slots), dtype=jnp.int32), num_slots - 1)
     slot = take(seats.slot, seat)
@@ -189,9 +204,7 @@ def propose(
     start = (anchors.token, start_carried(config, seat.shape[0]))
     steps = jnp.arange(config.block_size, dtype=jnp.int32)
     _, (tokens, raw) = lax.scan(draft, start, steps)
-    active = anchors.active[:, None]
-    confidence = calibrated(config, raw.T)
-    return jnp.where(active, tokens.T, 0), jnp.where(active, confidence, 0.0)
+    return tokens.T, raw.T
 
 
 def draft_len(confidence: Float[Array, "B R"], threshold: float) -> Int[Array, " B"]:
